@@ -73,23 +73,21 @@ def python_of_the_oldest() -> str:
     """The Python to test the lowest TensorFlow with: its wheels end at Python 3.12."""
     if sys.version_info[:2] <= (3, 12):
         return f"{sys.version_info.major}.{sys.version_info.minor}"
-    installed = (v for v in ("3.12", "3.11", "3.10") if shutil.which(f"python{v}"))
+    installed = (v for v in ("3.12", "3.11") if shutil.which(f"python{v}"))
     return next(installed, "3.12")
 
 
 @nox.session(name="other-versions", python=python_of_the_oldest())
 @nox.parametrize("which", ["oldest", "nightly"], ids=["oldest", "nightly"])
 def other_versions(session: nox.Session, which: str) -> None:
-    """The proof against the lowest TensorFlow that pyproject.toml allows, or tomorrow's."""
+    """The proof against the lowest TensorFlow and Keras of pyproject.toml, or tomorrow's."""
     dependencies = PROJECT["project"]["dependencies"]
-    (requirement,) = (r for r in dependencies if r.startswith("tensorflow"))
-    lowest = re.fullmatch(r"tensorflow>=([\d.]+)", requirement)
-    if lowest is None:
-        session.error(f"pyproject.toml names no single lowest TensorFlow: {requirement!r}")
+    ours = [r for r in dependencies if r.startswith(("tensorflow", "keras"))]
     if which == "oldest":
-        session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
+        lowest = [re.sub(r">=([\d.]+)", r"==\1.*", requirement) for requirement in ours]
+        session.install("-e", ".", *lowest, *groups("test"))
     else:
-        others = [r for r in dependencies if r != requirement]
+        others = [r for r in dependencies if r not in ours]
         session.install("tf-nightly", *others, *groups("test"))
         session.install("git+https://github.com/keras-team/keras.git")
         session.install("--no-deps", "-e", ".")

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"The report cannot be written: {error}. Give another --out.", file=sys.stderr)
         return 2
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", "benchmarks/run_gpu.py", *(arguments or sys.argv[1:])]),
         "rehearsal": asked.rehearse,
         "machine": {},

@@ -245,14 +245,13 @@ def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
     """Returns a function that yields the batches of an epoch, as ``fit`` of Keras reads the data.
 
     Private: ``keras.src.trainers.data_adapters.get_data_adapter``. Keras has no public name for how
-    it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it (Keras before 3.5)
-    only a ``PyDataset`` is read.
+    it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it neither is read.
     """
     import keras
 
     adapters = importlib.import_module("keras.src.trainers.data_adapters")
     module = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
-    make_adapter: Any = getattr(adapters, "get_data_adapter", None)
+    make_adapter: Any = adapters.get_data_adapter
     if isinstance(data, keras.utils.PyDataset):
         # Threads begin with an adapter, and a pass that is broken off leaves one behind.
         make_adapter = functools.partial(module.PyDatasetAdapter, class_weight=None, shuffle=False)
@@ -266,7 +265,7 @@ def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
 
     epoch.__name__ = type(data).__name__
     try:
-        is_array = make_adapter is None or type(make_adapter(data)).__name__ == "ArrayDataAdapter"
+        is_array = type(make_adapter(data)).__name__ == "ArrayDataAdapter"
     except ValueError:
         return None
     return None if is_array else epoch

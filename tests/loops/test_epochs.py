@@ -85,8 +85,6 @@ def test_validations(lines: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch to")
 @pytest.mark.parametrize("most", [2, 5])
 def test_the_limit_of_keras_for_steps_of_an_epoch(lines: Any, most: int) -> None:
-    if not hasattr(keras.config, "set_max_steps_per_epoch"):
-        pytest.skip("needs a Keras that has KERAS_MAX_STEPS_PER_EPOCH")
     before = keras.config.max_steps_per_epoch()
     keras.config.set_max_steps_per_epoch(most)
     try:

@@ -160,7 +160,7 @@ def components_of(element_spec: Any) -> list[Any]:
 
 
 def _is_none(spec: Any) -> bool:
-    # The class itself has a public name from TensorFlow 2.17 on only.
+    # In TensorFlow 2.19 the class has no public name.
     return isinstance(spec, type(tf.type_spec_from_value(None)))
 
 

@@ -11,10 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import tensorflow as tf
-from typing_extensions import Self
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator

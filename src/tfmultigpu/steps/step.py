@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import tensorflow as tf
-from typing_extensions import Self
 
 from tfmultigpu.accumulation.gradients import combined, global_norm, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated

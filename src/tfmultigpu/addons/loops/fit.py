@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import keras
-from typing_extensions import TypedDict, Unpack
 
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluate import evaluation_methods

@@ -17,7 +17,7 @@ def configure_coordination(workers: int, register_seconds: float, heartbeat_seco
 
     Private: ``context().configure_coordination_service``. ``MultiWorkerMirroredStrategy`` keeps a
     configuration that it finds, and has no argument for one. Without it TensorFlow waits an hour
-    for a worker that left after the meeting. Before TensorFlow 2.19 it waits in any case.
+    for a worker that left after the meeting.
     """
     context = _eager_context()
     context.configure_coordination_service(
@@ -28,8 +28,7 @@ def configure_coordination(workers: int, register_seconds: float, heartbeat_seco
     )
     config = context.coordination_service
     config.coordinated_job_list.add(name="worker", num_tasks=workers)
-    if hasattr(config, "cluster_register_with_barrier"):
-        config.cluster_register_with_barrier = True
+    config.cluster_register_with_barrier = True
 
 
 def set_cluster_value(name: str, value: str) -> None:

@@ -25,7 +25,7 @@ from tfmultigpu.addons.workers.ends import FINISHED, Ends
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
 from tfmultigpu.strategies.worker_exchange import different_calls
 
-# TensorFlow has no error class for a lost worker, so its texts decide: those of 2.16 to 2.21.
+# TensorFlow has no error class for a lost worker, so its texts decide: those of 2.19 to 2.21.
 _ABORTED = "tfmultigpu: a worker was lost"
 _GONE = re.compile(
     r"stopped sending heartbeats|CoordinationService/Heartbeat|Connection reset by peer|"
