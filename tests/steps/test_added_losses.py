@@ -103,47 +103,6 @@ def test_what_is_no_mean_is_told(name: str) -> None:
         run.step((X, Y))
 
 
-def test_activity_regularizers_of_keras_and_one_that_is_no_mean_of_rows() -> None:
-    """Sparsity compares the mean of all rows with a target: it counts as a mean of the shards."""
-
-    def sparsity(activity: Any) -> Any:
-        rate = tf.reduce_mean(tf.sigmoid(activity), axis=0)
-        rows = tf.cast(tf.shape(activity)[0], rate.dtype)  # Keras divides by the rows again.
-        return rows * tf.reduce_sum(0.1 * tf.math.log(0.1 / rate))
-
-    def build(regularizer: Any) -> Callable[[], keras.Model]:
-        dense = lambda: keras.layers.Dense(2, activity_regularizer=regularizer)  # noqa: E731
-        return lambda: keras.Sequential([keras.Input((5,)), dense()])
-
-    expected = OneDevice(build("l2"), sgd, SQUARES).train(BATCHES)
-    assert_same(Replicated(2, build("l2"), sgd, SQUARES).train(BATCHES), expected)
-    run = Replicated(2, build(sparsity), sgd, SQUARES)
-    rate = tf.sigmoid(run.model(X[:4]))
-    parts = [tf.reduce_mean(rate[i : i + 2], axis=0) for i in (0, 2)]
-    mean = np.mean([tf.reduce_sum(0.1 * tf.math.log(0.1 / part)) for part in parts])
-    loss = float(SQUARES(Y[:4], run.model(X[:4]))) + mean
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="an added loss is"):
-        logs = run.step((X[:4], Y[:4]))
-    assert float(logs["loss"]) == pytest.approx(loss, rel=1e-5)
-
-
-# Fails if fit, which holds the model by a weak reference, takes it for another model.
-def test_a_loss_that_the_model_itself_adds_counts_under_fit() -> None:
-    class Adds(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(2)
-
-        def call(self, x: Any) -> Any:
-            self.add_loss(0.0 * tf.reduce_mean(x) + 100.0)
-            return self.dense(x)
-
-    model = Adds()
-    model.compile("sgd", "mse")
-    losses = tmg.fit(model, X, Y, batch_size=4, verbose=0).history["loss"]
-    assert 100.0 < losses[0] < 110.0
-
-
 # Fails if an added loss of batches without dense rows, or of a layer that a forward calls, is
 # lost, counted twice or as another kind; or if that of another model counts.
 def test_whose_losses_count_and_for_which_batches() -> None:

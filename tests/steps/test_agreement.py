@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import worker_programs
+from law.processes import Worker, call_all, pool
 
-from tfmultigpu.addons.testing import run_workers
-from tfmultigpu.steps.agreement import ProgramAgreement, describe
-from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.agreement import describe
 
 
-def dense(activation: Any = "relu", units: int = 3, **options: Any) -> Any:
+def dense(activation: Any = "relu", **options: Any) -> Any:
     inputs = keras.Input((2,))
-    hidden = keras.layers.Dense(units, activation, **options)(inputs)
+    hidden = keras.layers.Dense(3, activation, **options)(inputs)
     return keras.Model(inputs, keras.layers.Dense(1)(hidden))
 
 
@@ -61,10 +61,8 @@ def with_global(value: float) -> Any:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "activation": (dense, lambda: dense("tanh")),
-    "units": (dense, lambda: dense(units=4)),
     "regularizer": (dense, lambda: dense(kernel_regularizer="l2")),
     "dtype": (dense, lambda: dense(dtype="float16")),
-    "policy": (dense, lambda: dense(dtype="mixed_bfloat16")),
     "lambda": (lambda: dense(lambda x: x * 2.0), lambda: dense(lambda x: x * 3.0)),
     "wiring": (lambda: wired(False), lambda: wired(True)),
     "argument": (lambda: own(1.0), lambda: own(2.0)),
@@ -103,12 +101,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     ),
     "a default": (lambda y, p, a=1: a * (y - p), lambda y, p, a=2: a * (y - p)),
     "a partial": (functools.partial(scaled, 1.0), functools.partial(scaled, 2.0)),
-    "a loss": (keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError()),
-    "its setting": (keras.losses.Huber(1.0), keras.losses.Huber(2.0)),
     "its reduction": (keras.losses.Huber(), keras.losses.Huber(reduction="sum")),
-    "an optimizer": (keras.optimizers.SGD(), keras.optimizers.Adam()),
     "momentum": (keras.optimizers.SGD(momentum=0.1), keras.optimizers.SGD(momentum=0.2)),
-    "a rate": (keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)),
     "clipping": (keras.optimizers.SGD(), keras.optimizers.SGD(clipnorm=1.0)),
     "a schedule": (
         keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
@@ -116,8 +110,6 @@ VALUES: dict[str, tuple[Any, Any]] = {
     ),
     "an array": (np.zeros(2), np.ones(2)),
     "an order": ([1, 2], [2, 1]),
-    "an objective": (Objective("mse"), Objective("mae")),
-    "a key": ({"a": 1}, {"b": 1}),
     "a tf.function": (tf.function(lambda x: x + 1), tf.function(lambda x: x + 2)),
 }  # fmt: skip
 
@@ -144,114 +136,39 @@ def test_what_differs_between_processes_is_not_in_a_description() -> None:
 # Between workers ----------------------------------------------------------------------------------
 
 
-def test_one_worker_has_nobody_to_compare_with() -> None:
-    agreement = ProgramAgreement(tf.distribute.get_strategy(), {"loss": "mse"})
-    agreement.check(None, None)
-
-
-WORKER = """
-import json, os, sys
-import keras, numpy as np, tensorflow as tf
-import tfmultigpu as tmg
-
-strategy = tmg.create_strategy()
-number = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-if number == 0:
-    # A model that one worker alone makes, outside of the scope: names count up from here.
-    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-x = np.ones((8, 2), "float32")
-y = np.ones((8, 1), "float32")
-found = {}
-
-
-def made(activation="relu", loss="mse", optimizer=None):
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Dense(3, activation), keras.layers.Dense(1)]
-        )
-        model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
-    return model
-
-
-def attempt(name, train):
-    try:
-        train()
-        found[name] = "trained"
-    except tmg.errors.ClusterError as error:
-        found[name] = str(error)
-
-
-data = tmg.distribute_dataset((x, y), strategy, batch_size=4)
-
-
-def step(loss, model=None):
-    model = model or made()
-    one = tmg.make_train_step(model, model.optimizer, loss, strategy)
-    for batch in data:
-        one(batch)
-
-
-fit = lambda model: tmg.fit(model, (x, y), batch_size=4, verbose=0)
-attempt("alike", lambda: fit(made(lambda v: v * 2.0, lambda a, b: (a - b) ** 2)))
-attempt("activation", lambda: fit(made(["relu", "tanh"][number])))
-attempt("optimizer", lambda: fit(made(
-    optimizer=[keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)][number]
-)))
-losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
-attempt("function", lambda: step(losses[number]))
-attempt("alike again", lambda: step("mse"))
-
-
-def loaded_by_the_first():
-    model = made()
-    if number == 0:
-        model.layers[1].bias.assign([0.5])
-    return model
-
-
-attempt("weights in fit", lambda: fit(loaded_by_the_first()))
-attempt("weights in a step", lambda: step("mse", loaded_by_the_first()))
-attempt("weights in evaluate", lambda: tmg.evaluate(loaded_by_the_first(), (x, y), batch_size=4))
-with strategy.scope():
-    momentum = keras.optimizers.SGD(0.1, momentum=0.9)
-model = made(optimizer=momentum)
-fit(model)
-if number == 1:
-    model.optimizer.variables[-1].assign([7.0])
-attempt("moments in a second fit", lambda: fit(model))
-
-
-# The last one: TensorFlow adds nothing more after it.
-model = made()
-checkpoints = tmg.Checkpoints(sys.argv[1], model, model.optimizer)
-attempt("calls", [lambda: step("mse", model), checkpoints.save][number])
-print("FOUND", json.dumps(found))
-"""
+@pytest.fixture
+def pair() -> Iterator[list[Worker]]:
+    """Two workers that have not joined yet."""
+    workers = pool().cluster(2)
+    yield workers
+    for worker in workers:
+        worker.end()
 
 
 @pytest.mark.slow
-def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(WORKER)
-    runs = run_workers(script, workers=2, args=[tmp_path / "run"], timeout=900.0)
-    for number, run in enumerate(runs):
-        found = json.loads(run.output.partition("FOUND ")[2].splitlines()[0])
-        assert found["alike"] == found["alike again"] == "trained"
+def test_two_workers_that_train_another_program_are_told(pair: Any, tmp_path: Path) -> None:
+    found = call_all(pair, worker_programs.told_of_other_programs, str(tmp_path))
+    for number, told in enumerate(found):
+        assert told["alike"] == told["alike again"] == "trained"
         for name, part, values in [
             ("activation", "model", ("activation: 'relu'", "activation: 'tanh'")),
-            ("optimizer", "optimizer", ("SGD", "Adam")),
             ("function", "loss", ("<lambda>", "<lambda>")),
         ]:
-            text = found[name]
+            text = told[name]
             assert text.startswith(f"The workers train with a different {part}, so"), text
             assert values[number] in text, text
             assert f"on worker {number}, and another on worker {1 - number}. Run the same" in text
-        for name in ("in fit", "in a step", "in evaluate"):
-            text = found[f"weights {name}"]
-            assert text.startswith("The workers begin with different values of "), text
-            assert "bias, and would go on with two models" in text
-            assert f"add up to {0.5 if number == 0 else 0:g} on worker {number}" in text
-        assert "momentum" in found["moments in a second fit"]
-        assert "to 7 on worker 1" in found["moments in a second fit"]
-        assert found["calls"].startswith("The workers do not call the same things in the same")
-        assert "Every worker must make the same steps" in found["calls"]
+        for name in ("weights in fit", "weights in evaluate"):
+            assert told[name].startswith("The workers begin with different values of ")
+            assert "bias, and would go on with two models" in told[name]
+            assert f"add up to {0.5 if number == 0 else 0:g} on worker {number}" in told[name]
+        assert "momentum" in told["moments"]
+        assert "to 7 on worker 1" in told["moments"]
+        assert told["calls"].startswith("The workers do not call the same things in the same")
+        assert "Every worker must make the same steps" in told["calls"]
+
+
+# Fails if rows or gradients do not find their way to the other worker and back.
+@pytest.mark.slow
+def test_a_loss_over_all_rows_on_two_workers(pair: list[Worker]) -> None:
+    call_all(pair, worker_programs.hold_a_loss_over_all_rows)

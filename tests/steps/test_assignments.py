@@ -12,7 +12,7 @@ import tensorflow as tf
 from one_device import Replicated, cut, hold
 
 import tfmultigpu as tmg
-from tfmultigpu.steps.assignments import assign, deferring
+from tfmultigpu.steps.assignments import deferring
 
 _random = np.random.default_rng(43)
 X = _random.normal(size=(16, 4)).astype("float32")
@@ -30,42 +30,6 @@ def in_graph(function: Callable[[], Any]) -> Any:
 
 
 # The scope ----------------------------------------------------------------------------------------
-
-
-def test_what_is_deferred_is_read_and_assigned_only_when_asked() -> None:
-    variable, other = keras.Variable(1.0), keras.Variable(5.0)
-    late: list[Any] = []
-
-    def run() -> Any:
-        with deferring([(other, tf.constant(7.0))]) as deferred:
-            if not late:
-                late.append(keras.Variable("ones", shape=(), name="late"))
-            late[0].assign_add(1.0)
-            variable.assign_add(1.0)
-            variable.assign_add(1.0)
-            seen = [tf.convert_to_tensor(variable), tf.convert_to_tensor(other)]
-        with deferred:
-            variable.assign(variable * 2.0)
-        before = tf.identity(variable.value)
-        assign(deferred.variables, [deferred.current(one) for one in deferred.variables], [])
-        return [*seen, before]
-
-    assert [float(value) for value in in_graph(run)] == [3.0, 7.0, 1.0]
-    assert float(variable.numpy()) == 6.0
-    assert float(late[0].numpy()) == 2.0
-    assert float(other.numpy()) == 5.0, "what was given is not assigned"
-
-
-def test_metrics_of_copies_stay_as_they_are() -> None:
-    metric, count = keras.metrics.Sum(), keras.Variable(0.0, trainable=False)
-
-    def run() -> Any:
-        with deferring((), tf.constant(1) > 2) as deferred:
-            metric.update_state([3.0])
-            count.assign_add(1.0)
-        return [deferred.current(one) for one in (metric.total, count)]
-
-    assert [float(value) for value in in_graph(run)] == [0.0, 1.0]
 
 
 def test_what_an_inner_graph_assigns_is_assigned_at_once() -> None:
@@ -104,18 +68,13 @@ def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() ->
 # Steps --------------------------------------------------------------------------------------------
 
 
-def test_weights_that_a_forward_pass_assigns() -> None:
-    """Of the kernel it was assigned: regularisation, gradient, and where the update begins.
-
-    In micro-batches each part improves the estimate of the norm once more, which is told.
-    """
-
+# What it computes in one pass is that of one device: invariance/test_layers.py.
+def test_weights_that_each_micro_batch_assigns_once_more_are_told() -> None:
     def build() -> keras.Model:
         dense = keras.layers.Dense(3, kernel_regularizer="l2")
         layers = [keras.layers.SpectralNormalization(dense), keras.layers.Dense(1)]
         return keras.Sequential([keras.Input((4,)), *layers])
 
-    hold(2, build, sgd, SQUARES, BATCHES)
     run = Replicated(2, build, sgd, SQUARES, micro_batches=3)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"Write micro_batches=1"):
         run.step(BATCHES[0])

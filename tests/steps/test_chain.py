@@ -11,10 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, strategy_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps.tally import additive
 
 X = np.random.default_rng(3).normal(size=(17, 3)).astype("float32")
 SIZES = (7, 1, 5, 4)
@@ -43,50 +42,6 @@ def step_of(
         return loss, {logged: (tf.reduce_sum(y * some), tf.reduce_sum(some))}
 
     return tmg.make_train_step(model, optimizer, None, strategy, forward=forward, **options)
-
-
-# Fails if logs are missing, means of times are sums, weights are means, or a value with a weight of
-# its own is divided twice; or if a step of a chain is not verified by itself.
-def test_logs_and_totals_are_those_of_the_steps_by_themselves() -> None:
-    alone = [step_of(verify=False), step_of(verify=False)]
-    logs = [
-        [[step(batch) for _ in range(times)] for batch in BATCHES]
-        for step, times in zip(alone, (3, 1), strict=True)
-    ]
-    parts = [step_of(), step_of()]
-    step = tmg.chain_steps(*parts, names=("d", "g"), times=(3, 1))
-    data = as_dataset([(batch,) for batch in BATCHES]).map(lambda batch: batch)
-    iterator = iter(tmg.distribute_dataset(data, parts[0].strategy))
-    first, totals = step.run(iterator, 1), step.totals(iterator, 9)
-    assert int(step.run(iterator, 3)["steps"]) == 0
-    values = {"loss", "weight", "right", "right_weight", "gradient_norm", "skipped", "loss_scale"}
-    assert set(first) == {"steps", *(f"{name}_{value}" for name in "dg" for value in values)}
-    assert {name: v.outcome for name, v in step.verification.items()} == {"d": "same", "g": "same"}
-    sums = additive(totals)
-    assert sums["steps"] == 3
-    assert sums["rows"] == sum(SIZES[1:])
-    for name, own, times in zip("dg", logs, (3, 1), strict=True):
-
-        def read(key: str, batch: int, own: Any = own) -> list[float]:
-            return [float(log[key]) for log in own[batch]]
-
-        assert float(first[f"{name}_loss"]) == pytest.approx(np.mean(read("loss", 0)), rel=1e-5)
-        assert float(first[f"{name}_weight"]) == 7 * times
-        assert float(first[f"{name}_gradient_norm"]) == pytest.approx(
-            read("gradient_norm", 0)[-1], rel=1e-5
-        )
-        loss = sum(SIZES[i] * np.mean(read("loss", i)) for i in (1, 2, 3))
-        assert sums[f"{name}_loss"] == pytest.approx(loss, rel=1e-5)
-        rights, counts = (
-            [value for i in (1, 2, 3) for value in read(key, i)]
-            for key in ("right", "right_weight")
-        )
-        assert sums[f"{name}_right"] == pytest.approx(np.dot(rights, counts), rel=1e-5)
-        assert sums[f"{name}_right_weight"] == pytest.approx(sum(counts), rel=1e-5)
-    for one, other in zip(alone, parts, strict=True):
-        np.testing.assert_allclose(
-            one.model.get_weights()[0], other.model.get_weights()[0], rtol=1e-5
-        )
 
 
 # Fails if a layer that is frozen between calls trains on, or a skipped step skips the other one.

@@ -12,7 +12,6 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, cut, difference
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.settings import Settings
 
 optimizers = keras.optimizers
 schedules = keras.optimizers.schedules
@@ -89,36 +88,23 @@ def set_to(**values: Any) -> Callable[[Any], None]:
     return change
 
 
-def decay() -> Any:
-    return optimizers.SGD(schedules.ExponentialDecay(0.5, 1, 0.7))
-
-
 def scaled_and_clipped(optimizer: Any) -> None:
     optimizer.dynamic_growth_steps = 3
     optimizer.inner_optimizer.clipnorm = 0.01
 
 
-# Others are seen as these are: test_what_counts_as_changed.
 CHANGES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], None]]] = {
     "number to schedule": (
         1, lambda: optimizers.SGD(0.1),
         set_to(learning_rate=schedules.ExponentialDecay(0.5, 1, 0.7)),
     ),
-    "a number of a schedule": (
-        2, decay, lambda o: setattr(vars(o)["_learning_rate"], "initial_learning_rate", 0.05),
-    ),
     "what is not decayed": (
         -2, lambda: optimizers.AdamW(0.1, weight_decay=0.5),
         lambda o: o.exclude_from_weight_decay(var_names=["kernel"]),
     ),
-    "iterations": (2, decay, lambda o: o.iterations.assign(7)),
     "averages": (
         -2, lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
         set_to(ema_momentum=0.9, ema_overwrite_frequency=1),
-    ),
-    "of a part": (
-        2, lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1))),
-        lambda o: setattr(o.optimizers[0], "clipnorm", 0.01),
     ),
     "of loss scaling and inside it": (
         2, lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), scaled_and_clipped,
@@ -228,42 +214,7 @@ def test_nothing_is_traced_again_for_what_no_trace_holds() -> None:
     assert len(traces) > once
 
 
-def test_what_counts_as_changed() -> None:
-    optimizer = optimizers.AdamW(0.1)
-    settings = Settings()
-    assert settings.changed(optimizer)
-    settings.note(optimizer)
-    assert not settings.changed(optimizer)
-    optimizer.learning_rate = 0.5
-    optimizer.beta_1 = float("0.9")
-    optimizer._self_update_uid = 12345
-    assert not settings.changed(optimizer)
-    assert settings.changed(optimizers.AdamW(0.1))
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    assert settings.changed(optimizer)
-    settings.note(optimizer)
-    optimizer.tag = 1
-    settings.note(optimizer, traced=True)
-    optimizer.tag = 2
-    assert not settings.changed(optimizer)
-    optimizer.amsgrad = 0  # Equal to False, and another setting for a reader.
-    assert settings.changed(optimizer)
-
-
 # Kinds of batches ---------------------------------------------------------------------------------
-
-
-def test_two_traces_serve_every_length_of_padded_sequences() -> None:
-    traces: list[Any] = []
-
-    def build() -> keras.Model:
-        layers = [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input((None, 4)), *layers])
-
-    run = Replicated(3, build, lambda: optimizers.SGD(0.1), counting(traces), verify=False)
-    for length, rows in [(4, 6), (4, 2), (7, 6), (5, 1), (9, 5), (4, 3)]:
-        run.step((np.ones((rows, length, 4), "float32"), Y[:rows]))
-    assert len(traces) == 2 * 3
 
 
 # Fails if rows that a loss drops or flattens are counted as there were, on any replica.

@@ -79,22 +79,15 @@ def called_outside(strategy: Any) -> Any:
 
 
 def test_what_was_made_elsewhere() -> None:
-    strategy, other = strategy_of(2), strategy_of(3)
+    strategy = strategy_of(2)
     with strategy.scope():
         model, optimizer, known = classifier(), SGD(0.1), SGD(0.1)
         known.build(classifier().trainable_variables)
         accumulating = SGD(0.1, gradient_accumulation_steps=4)
-    with other.scope():
-        foreign = classifier()
     accuracy = [keras.metrics.SparseCategoricalAccuracy()]
     outside = "The {} was created outside the scope of the strategy"
     make = functools.partial(tmg.make_train_step, strategy=strategy)
     for call, kind, texts in (
-        (lambda: make(classifier(), optimizer, "mse"), ScopeError,
-         (outside.format("model"), "kernel", r"MirroredStrategy with 2 replica\(s\)",
-          r"with strategy\.scope\(\):\n        model = \.\.\.")),
-        (lambda: make(foreign, optimizer, "mse"), ScopeError,
-         (r"scope of another strategy than the one given\. .*3 ",)),
         (lambda: make(called_outside(strategy), optimizer, "mse"), ScopeError,
          (outside.format("model"),)),
         (lambda: make(model, SGD(0.1), "mse"), ScopeError,
@@ -109,10 +102,6 @@ def test_what_was_made_elsewhere() -> None:
          ("pass micro_batches=4 to make_train_step",)),
         (lambda: make("net", optimizer, "mse"), TypeError,
          (r"model must be a Keras model\. Received: 'net'",)),
-        (lambda: tmg.make_train_step(model, optimizer, "mse", "mirrored"), TypeError,
-         (r"strategy must be a tf\.distribute\.Strategy", "'mirrored'")),
-        (lambda: make(model, optimizer, "mse", clip_norm=float("nan")), ValueError,
-         (r"clip_norm is positive and finite\. Received: clip_norm=nan",)),
         (lambda: make(model, optimizer, "mse", shard_update="yes"), ValueError,
          (r"True, False or 'auto'\. Received: shard_update='yes'",)),
         (lambda: make_step(optimizer=lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),
@@ -209,12 +198,6 @@ def test_losses_and_labels_that_do_not_fit() -> None:
         assert int(made.optimizer.iterations.numpy()) == 0
 
 
-def test_labels_a_loss_cannot_take_are_an_error_of_tensorflow(step: Any) -> None:
-    """Errors that are not ours keep their own words."""
-    with pytest.raises(tf.errors.InvalidArgumentError, match="label value"):
-        step((X, np.full(16, 7)))
-
-
 # Batches ------------------------------------------------------------------------------------------
 
 
@@ -223,9 +206,6 @@ def test_what_is_no_batch(step: Any) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     (foreign,) = tmg.distribute_dataset((X, Y), strategy_of(3), batch_size=16)
     for batch, text in (
-        ((X[:0], Y[:0]), "A batch has no rows"),
-        ((X, Y[:9]), "differ in their number of rows"),
-        ((X[0], Y[0]), "with rows. Received: int"),
         ((1.0, 2.0), "with rows. Received: float"),
         (("text", Y), r"a tuple or dict of tensors with rows\. Received: str"),
         ((X, Y, Y, Y), "Received: a tuple of 4 elements"),
@@ -246,18 +226,6 @@ def test_what_is_no_batch(step: Any) -> None:
         step((X, Y))
     with step.strategy.scope():
         step.run(iter(dataset.take(0)), 1)
-
-
-def test_batches_that_tensorflow_cut() -> None:
-    """Each row is in one shard: fine, as long as no shard is empty."""
-    step = make_step(3)
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-    for batch in step.strategy.experimental_distribute_dataset(dataset):
-        assert float(step(batch)["weight"]) == 8.0
-    two = step.strategy.experimental_distribute_dataset(dataset.unbatch().batch(2))
-    texts = r"Replica 2 got no rows\. Received: shards of \[1, 1, 0\] rows", "distribute_dataset"
-    with refused(DataError, *texts):
-        step(next(iter(two)))
 
 
 # Many steps in one call ---------------------------------------------------------------------------

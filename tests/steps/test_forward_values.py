@@ -154,20 +154,3 @@ def test_what_a_forward_may_not_return_and_what_several_models_need() -> None:
     ):
         with pytest.raises(kind, match=text):
             tmg.make_train_step(model, optimizer, given, **options)
-
-
-# Fails if losses that the step adds by itself count twice in silence.
-def test_a_forward_that_adds_the_losses_of_the_model_is_told() -> None:
-    strategy = strategy_of(2)
-    with strategy.scope():
-        layer = keras.layers.Dense(1, kernel_regularizer="l2")
-        model = keras.Sequential([keras.Input((4,)), layer], name="penalized")
-        optimizer = keras.optimizers.SGD(0.1)
-
-    def twice(model: Any, batch: Any, training: bool) -> Any:
-        one = tmg.loss_sum("mse", batch[:, :1], model(batch, training=training))
-        return tmg.LossSum(one.sum + sum(model.losses), one.weight)
-
-    step = tmg.make_train_step(model, optimizer, None, strategy, forward=twice, verify=False)
-    with pytest.warns(UserWarning, match="Received: losses of 'penalized'. Leave out sum"):
-        step(BATCHES[0])

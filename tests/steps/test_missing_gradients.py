@@ -87,23 +87,6 @@ def test_nothing_to_train_is_said_and_the_loss_is_that_of_keras() -> None:
     assert int(run.optimizer.iterations.numpy()) == int(truth.optimizer.iterations.numpy()) == 0
 
 
-# Regularizers -------------------------------------------------------------------------------------
-
-
-# Fails if the gradient of a variable that a regularizer reads beside its own is lost in silence.
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_regularizer_that_reads_other_variables_is_told(replicas: int) -> None:
-    def build() -> keras.Model:
-        a, b = keras.layers.Dense(4, name="a"), keras.layers.Dense(2, name="b")
-        model = keras.Sequential([keras.Input((5,)), a, b])
-        a.kernel.regularizer = lambda own: tf.reduce_sum(own) * keras.ops.sum(b.kernel)
-        return model
-
-    run = Replicated(replicas, build, sgd, SQUARES)
-    with pytest.raises(tmg.errors.LossError, match=r"a/kernel', whose regularizer reads .*b/k"):
-        run.step((X, Y))
-
-
 def test_a_regularizer_with_a_count_of_its_own() -> None:
     class Annealed(keras.regularizers.Regularizer):
         def __init__(self) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.loss_sum import LossTerm
 from tfmultigpu.steps import call_lengths
-from tfmultigpu.steps.tally import Layout, Tally, add, additive, logs_of, nothing
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 5)).astype("float32")
@@ -84,65 +81,3 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
     asked.clear()
     assert int(cut_up.run(iter(data.take(5)), 100)["steps"]) == 5
     assert asked == [9]
-
-
-def test_the_length_of_calls_follows_from_the_time_of_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    length = call_lengths.CallLength(strategy_of(2))
-
-    def call(seconds: float) -> int:
-        asked = min(1000, length.steps)
-        with length.measuring() as note:
-            clock[0] += asked * seconds
-            note(asked)
-        return asked
-
-    assert [call(1 / 128) for _ in range(5)] == [1, 4, 16, 64, 64]
-    assert [call(1 / 8) for _ in range(3)] == [64, 4, 4]
-    assert [call(4.0) for _ in range(3)] == [4, 1, 1]
-
-
-# Tallies ------------------------------------------------------------------------------------------
-
-NO = tf.zeros([])
-LAYOUT = Layout.of([
-    LossTerm(NO, NO, name="kind", factor=2.0),
-    LossTerm(NO, NO, name="size", factor=1.0),
-    LossTerm(NO, NO, name="right", logged=True),
-])  # fmt: skip
-
-
-def tally_of(sums: Any, weights: Any, rows: float, **options: Any) -> Tally:
-    *wide, count = (tf.constant(value, tf.float64) for value in (*sums, *weights, rows))
-    return Tally.of_step(LAYOUT, wide[:3], wide[3:], tf.constant(0.5), count, **options)
-
-
-# Fails if a mean is divided by another weight than its own, the regularization counts by anything
-# but rows, or an output without weight makes NaN.
-def test_tallies_add_and_are_divided_once() -> None:
-    first = tally_of((6.0, 8.0, 3.0), (3.0, 4.0, 6.0), 3.0, last=(1.0, 8.0))
-    second = tally_of((2.0, 0.0, 5.0), (1.0, 0.0, 2.0), 1.0, skipped=1.0, last=(2.0, 16.0))
-    both = add({"": nothing()}, {"": first})
-    both = add(both, {"": second})
-    logs = {name: float(value) for name, value in logs_of(both).items()}
-    assert logs == {
-        "steps": 2, "loss": 2 * 2 + 2 + 0.5, "weight": 4, "skipped": 1,
-        "gradient_norm": 2, "loss_scale": 16,
-        "kind_loss": 2, "kind_weight": 4, "size_loss": 2, "size_weight": 4,
-        "right": 1, "right_weight": 8,
-    }  # fmt: skip
-    # Losses of epochs are divided by rows, as Keras does: 6.5 * 3 + 4.5 * 1.
-    assert additive(both) == {
-        "steps": 2, "rows": 4, "skipped": 1, "loss": 24,
-        "kind_loss": 8, "size_loss": 6, "right": 8, "right_weight": 8,
-    }  # fmt: skip
-    twice = (first + first).repeated(2)
-    assert float(twice.logs()["steps"]) == 1
-    assert float(twice.logs()["loss"]) == 6.5
-    assert twice.additive()["rows"] == 3
-    assert twice.additive()["right_weight"] == 12
-    assert additive({"d": first, "g": second})["g_kind_loss"] == 2
-    assert nothing().additive() == {"steps": 0}

@@ -50,8 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(("replicas", "way"), [*zip((1, 2, 3), WAYS, strict=True)])
 def test_noise_is_that_of_one_device(replicas: int, way: str) -> None:
     make, options = of_page("GradientNoise"), WAYS[way]
     truth, _ = trained(1, [make(0.2, seed=5)], **{**options, "micro_batches": 1})
@@ -62,30 +61,27 @@ def test_noise_is_that_of_one_device(replicas: int, way: str) -> None:
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_noise_is_alike_where_each_replica_adds_it(replicas: int) -> None:
+def test_noise_is_alike_where_each_replica_adds_it() -> None:
     truth, _ = trained(1, [of_page("GradientNoise")(0.2)])
     with forcing_addition("collective"):
-        weights, step = trained(replicas, [of_page("GradientNoise")(0.2)])
+        weights, step = trained(3, [of_page("GradientNoise")(0.2)])
     for one, other in zip(truth, weights, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
     for variable in step.model.variables:  # All copies, not the first alone.
-        copies = step.strategy.experimental_local_results(variable.value)
-        for copy in copies[1:]:
-            np.testing.assert_array_equal(copy.numpy(), copies[0].numpy())
+        first, *others = step.strategy.experimental_local_results(variable.value)
+        for copy in others:
+            np.testing.assert_array_equal(copy.numpy(), first.numpy())
 
 
 @pytest.mark.filterwarnings("error::tfmultigpu.errors.ReplicaDependenceWarning")
-@pytest.mark.parametrize("verify", ["first", "gradients"])
-def test_verification_knows_the_noise(verify: str) -> None:
-    _, step = trained(2, [of_page("GradientNoise")(0.2)], verify=verify)
+def test_verification_knows_the_noise() -> None:
+    _, step = trained(2, [of_page("GradientNoise")(0.2)], verify="gradients")
     assert step.verification.outcome == "same"
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_largest_gradients_are_those_of_the_global_batch(replicas: int) -> None:
+def test_largest_gradients_are_those_of_the_global_batch() -> None:
     largest, reference = of_page("LargestGradients")(), of_page("LargestGradients")()
-    trained(replicas, [largest])
+    trained(3, [largest])
     trained(1, [reference])
     values = [value.numpy() for value in largest.values.values()]
     expected = [value.numpy() for value in reference.values.values()]

@@ -1,7 +1,4 @@
-"""Metrics whose state is no sum are told; those in a forward, or that wait for shapes, are exact.
-
-With fewer rows than replicas, or than micro-batches, several of them hold the same rows.
-"""
+"""Metrics whose state is no sum are told; those in a layer, or that wait for shapes, are exact."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -19,8 +17,6 @@ import tfmultigpu as tmg
 _random = np.random.default_rng(17)
 X = _random.normal(size=(15, 4)).astype("float32")
 Y = _random.uniform(size=(15, 3)).astype("float32").round()
-W = _random.uniform(0.5, 2.0, 15).astype("float32")
-SIZES = (1, 2, 3, 4, 5)
 
 
 class Own(keras.metrics.Metric):
@@ -60,7 +56,7 @@ NO_SUMS: dict[str, Callable[..., Any]] = {
 
 # Fails if a state that adding over replicas makes wrong is not told, by the name of the metric; or
 # if one replica, where nothing is added, does not take any metric.
-@pytest.mark.parametrize("name", NO_SUMS)
+@each("name", NO_SUMS)
 def test_what_is_no_sum_over_rows_is_told(name: str) -> None:
     step, _ = step_of(2, lambda: Own(NO_SUMS[name]))
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"mine/state"):
@@ -94,7 +90,28 @@ def test_metrics_that_wait_for_shapes() -> None:
     assert float(made.result()) == pytest.approx(expected, rel=1e-6)
 
 
-# Metrics that a forward or a layer updates --------------------------------------------------------
+def test_what_is_no_metric_of_a_step() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        heads = {name: keras.layers.Dense(3, name=name)(inputs) for name in ("kind", "size")}
+        one, two = keras.Model(inputs, heads["kind"]), keras.Model(inputs, heads)
+        optimizer, mean = keras.optimizers.SGD(0.0), keras.metrics.Mean()
+        accuracy = keras.metrics.CategoricalAccuracy()
+    losses, forward = dict.fromkeys(heads, "mse"), lambda model, batch, training: batch
+    for model, loss, metric, options, text in (
+        (one, "mse", "accuracy", {}, r"update_state.*Received: 'accuracy'"),
+        (one, "mse", mean, {}, "Received: <Mean name=mean>"),
+        (one, None, accuracy, {"forward": forward}, "With forward the step sees no labels"),
+        (two, losses, accuracy, {}, "2 outputs.* the metrics do not fit.*a dict by name"),
+    ):
+        with pytest.raises(tmg.errors.LossError, match=text):
+            tmg.make_train_step(model, optimizer, loss, strategy, metrics=[metric], **options)(
+                (X, dict.fromkeys(heads, Y))
+            )
+
+
+# Metrics that a layer updates; in a forward: tests/promises/test_metrics_in_forward.py ------------
 
 
 class Watched(keras.layers.Layer):
@@ -109,65 +126,20 @@ class Watched(keras.layers.Layer):
         return x
 
 
-class Made:
-    """A model, metrics, and a forward function that updates them."""
-
-    def __init__(self, replicas: int) -> None:
-        self.strategy = strategy_of(replicas)
-        keras.utils.set_random_seed(2)
-        with self.strategy.scope():
-            self.watched = Watched()
-            layers = [self.watched, keras.layers.Dense(1, "sigmoid")]
-            self.model = keras.Sequential([keras.Input((4,)), *layers])
-            self.optimizer = keras.optimizers.SGD(0.0)
-            self.metrics = self.made()
-
-    def made(self) -> list[Any]:
-        return [keras.metrics.Mean(), keras.metrics.MeanSquaredError(),
-                keras.metrics.AUC(num_thresholds=11)]  # fmt: skip
-
-    def update(self, metrics: list[Any], y: Any, y_pred: Any, weight: Any) -> None:
-        metrics[0].update_state(y_pred[:, 0], sample_weight=weight)
-        for metric in metrics[1:]:
-            metric.update_state(y[:, :1], y_pred)
-
-    def forward(self, model: Any, batch: Any, training: bool) -> Any:
-        x, y, weight = batch
-        y_pred = model(x, training=training)
-        self.update(self.metrics, y, y_pred, weight)
-        return tmg.loss_sum("mse", y[:, :1], y_pred)
-
-    def hold(self, step: Any, sizes: tuple[int, ...] = SIZES) -> None:
-        """Holds each metric, after one batch, to what Keras makes of the rows on one device."""
-        start = 0
-        for size in sizes:
-            for metric in [*self.metrics, self.watched.mean]:
-                metric.reset_state()
-            x, y, weight = (array[start : start + size] for array in (X, Y, W))
-            start += size
-            step((x, y, weight))
-            alone = self.made()
-            kernel, bias = self.model.get_weights()
-            self.update(alone, y, tf.sigmoid(x @ kernel + bias), weight)
-            found, expected = ([float(m.result()) for m in ms] for ms in (self.metrics, alone))
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), size
-            assert float(self.watched.mean.result()) == pytest.approx(x.mean(), rel=1e-5)
-
-    def train_step(self, **options: Any) -> Any:
-        options = {"forward": self.forward, "verify": False, **options}
-        return tmg.make_train_step(self.model, self.optimizer, None, self.strategy, **options)
-
-
 # Fails if a row counts once for each replica or part that holds a copy, in any kind of step.
 def test_each_row_counts_once_in_training_evaluation_and_prediction() -> None:
-    made = Made(2)
-    made.hold(made.train_step(micro_batches=3))
-    made.hold(made.train_step(jit_compile=True), (1, 3))
-    made = Made(4)
-    made.hold(tmg.make_eval_step(made.model, None, made.strategy, forward=made.forward))
-    made.watched.mean.reset_state()
-    step = tmg.make_train_step(made.model, made.optimizer, "mse", made.strategy, verify=False)
-    step((X[:2], Y[:2, :1]))
-    assert float(made.watched.mean.count.numpy()) == 2
-    tmg.make_predict_step(made.model, made.strategy)(X[:3])
-    assert float(made.watched.mean.count.numpy()) == 2 + 3
+    strategy = strategy_of(4)
+    with strategy.scope():
+        watched = Watched()
+        model = keras.Sequential([keras.Input((4,)), watched, keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1)
+    options = {"micro_batches": 3, "verify": False}
+    train = tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+    evaluate = tmg.make_eval_step(model, "mse", strategy)
+    predict = tmg.make_predict_step(model, strategy)
+    for call in (train, evaluate, lambda batch: predict(batch[0])):
+        for rows in (1, 2, 5):
+            watched.mean.reset_state()
+            call((X[:rows], Y[:rows]))
+            assert float(watched.mean.count.numpy()) == rows
+            assert float(watched.mean.result()) == pytest.approx(X[:rows].mean(), rel=1e-5)
