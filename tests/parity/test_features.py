@@ -7,32 +7,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, hold, plain
+from small_problem import W, X, Y, crossentropy, mlp, sgd
 
 SIZES = (7, 2, 16, 1, 5)
 
 _random = np.random.default_rng(5)
-X = _random.normal(size=(32, 6)).astype("float32")
-Y = _random.integers(0, 4, 32)
-Z = _random.normal(size=(32, 2)).astype("float32")
-W = _random.uniform(0.2, 2.0, 32).astype("float32")
+Z = _random.normal(size=(260, 2)).astype("float32")
 TOKENS = np.where(
-    np.arange(4) < _random.integers(1, 5, (32, 1)), _random.integers(1, 9, (32, 4)), 0
+    np.arange(4) < _random.integers(1, 5, (260, 1)), _random.integers(1, 9, (260, 4)), 0
 )
-TAGS = _random.integers(0, 3, (32, 4))
-
-
-def sgd(**options: object) -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
-
-
-def crossentropy(**options: object) -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
-def mlp() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
-    )
+TAGS = _random.integers(0, 3, (260, 4))
 
 
 # Several outputs ----------------------------------------------------------------------------------
@@ -76,32 +60,9 @@ def test_a_penalty_in_float16_does_not_overflow():
             [keras.Input((6,)), Large(dtype="mixed_float16"), keras.layers.Dense(4)]
         )
 
-    batch = (np.tile(X, (8, 1)), np.tile(Y, 8))
+    batch = (X[:256], Y[:256])
     logs = Replicated(2, build, sgd, crossentropy()).train([batch]).logs[0]
     assert 400.0 < logs["loss"] < 410.0
-
-
-# Layers that fail without rows --------------------------------------------------------------------
-
-
-def test_convolution_and_pooling_with_fewer_rows_than_replicas():
-    """On zero rows these crash, abort the process or read uninitialised memory."""
-
-    def build():
-        return keras.Sequential(
-            [
-                keras.Input((6, 6, 2)),
-                keras.layers.Conv2D(3, 3, activation="relu"),
-                keras.layers.MaxPooling2D(),
-                keras.layers.DepthwiseConv2D(2),
-                keras.layers.Flatten(),
-                keras.layers.Dense(4),
-            ]
-        )
-
-    images = _random.normal(size=(32, 6, 6, 2)).astype("float32")
-    batches = cut((images, Y), (1, 5, 2, 9, 3))
-    hold(4, build, sgd, crossentropy(), batches, micro_batches=3)
 
 
 # How it runs --------------------------------------------------------------------------------------
@@ -138,3 +99,41 @@ def test_switching_between_kinds_of_batches():
     assert_same(run.train(mixed), truth.train(batches))
     doubles = [(x.astype("float64"), y.astype("int32")) for x, y in batches]
     assert_same(run.train(doubles), truth.train(batches))
+
+
+# Variables ----------------------------------------------------------------------------------------
+
+
+def test_an_unbuilt_subclassed_model_with_a_dict_of_inputs():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first = keras.layers.Dense(8, activation="tanh")
+            self.second = keras.layers.Dense(4)
+
+        def call(self, inputs, training=False):
+            return self.second(self.first(inputs["x"]) * inputs["z"][:, :1])
+
+    batches = [({"x": x, "z": z}, y) for x, z, y in cut((X, Z, Y), SIZES)]
+    expected = ByHand(Model, sgd, crossentropy()).train(batches)
+    assert_same(Replicated(3, Model, sgd, crossentropy()).train(batches), expected)
+
+
+def test_layers_of_different_precision():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, "tanh", dtype="float64"),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    run = Replicated(2, build, sgd, crossentropy(), clip_norm=0.1)
+    start = [variable.numpy() for variable in run.model.variables]
+    result = run.train([(X[:7], Y[:7])])
+    assert result.logs[0]["gradient_norm"] > 0.2
+    moved = [after - before for after, before in zip(result.weights, start, strict=True)]
+    assert {part.dtype.name for part in moved} == {"float64", "float32"}
+    length = np.sqrt(sum(np.sum(np.square(part)) for part in moved))
+    assert length / 0.05 == pytest.approx(0.1, rel=1e-4), "the norm is that of all layers together"

@@ -26,6 +26,7 @@ def test_one_trace_whatever_the_batch_sizes():
     class Counted(keras.layers.Layer):
         def call(self, inputs):
             traced.append(1)
+            tf.debugging.assert_positive(tf.shape(inputs)[0])  # No part is without rows.
             return inputs
 
     strategy = strategy_of(2)

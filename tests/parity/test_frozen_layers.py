@@ -9,9 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from one_device import ByHand, Replicated, cut, difference, strategy_of
-
-import tfmultigpu as tmg
+from one_device import ByHand, Replicated, cut, difference
 
 _random = np.random.default_rng(21)
 X = _random.normal(size=(16, 4)).astype("float32")
@@ -92,72 +90,6 @@ def test_averages_go_on_and_overwrite(
     if frozen == "one, later" and overwrite:
         # The fourth update overwrites what was frozen before the third.
         assert difference(expected[3][:1], expected[2][:1]) > 1e-4
-
-
-def test_penalties_and_constraints_without_averages() -> None:
-    when = FROZEN["all but one, then others"]
-    make = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9, global_clipnorm=0.5)
-    run = Replicated(5, lambda: constrained(when), make, "mse", shard_update=True)
-    expected = on_one_device(make, when)
-    for one, other in zip(train(run, run.step, when), expected, strict=True):
-        assert difference(one, other) <= 2e-6
-
-
-def test_averages_applied_by_hand_constrain_what_was_applied() -> None:
-    def values(strategy: Any, apply: Callable[..., None]) -> list[Any]:
-        with strategy.scope():
-            limit = keras.constraints.MaxNorm(0.5, axis=0)
-            both = [keras.Variable([2.0]), keras.Variable([4.0])]
-            for variable in both:
-                variable.constraint = limit
-            optimizer = keras.optimizers.SGD(
-                1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
-            )
-            optimizer.build(both)
-        for _ in range(2):
-            apply(optimizer, [np.float32([1.0])], both[:1])
-        return [variable.numpy() for variable in both]
-
-    strategy = strategy_of(3)
-
-    expected = values(strategy_of(1), lambda o, g, v: o.apply(g, v))
-    assert difference(values(strategy, tmg.apply_reduced_gradients), expected) <= 1e-6
-
-
-def test_an_evaluation_counts_penalties_of_what_is_trained_now() -> None:
-    """As ``model.losses`` of Keras does, whichever way the step is called."""
-    traces: list[Any] = []
-
-    def loss(y_true: Any, y_pred: Any) -> Any:
-        traces.append(y_pred)
-        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
-
-    strategy = strategy_of(3)
-    with strategy.scope():
-        model = constrained(set())
-    step = tmg.make_eval_step(model, loss, strategy)
-
-    def check() -> None:
-        expected = float(LOSS(Y, model(X))) + sum(float(one) for one in model.losses)
-        data = tmg.distribute_dataset((X, Y), strategy, batch_size=6)
-        found = float(step((X, Y))["loss"]), float(step.run(iter(data), 9)["loss"])
-        assert found == pytest.approx((expected, expected), rel=1e-5)
-        assert float(step.totals(iter(data), 9)[""].logs()["loss"]) == pytest.approx(
-            expected, rel=1e-5
-        )
-
-    check()
-    model.layers[0].trainable = False
-    check()
-    model.trainable = False
-    check()
-    assert model.losses == []
-    once = len(traces)
-    model.trainable = True
-    check()
-    model.layers[0].trainable = False
-    check()
-    assert len(traces) == once
 
 
 @pytest.mark.filterwarnings("ignore:The model has no trainable variables")

@@ -217,7 +217,44 @@ def several_outputs() -> Any:
     return keras.Model(inputs, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
 
 
+class ReadInALoop(layers.Layer):
+    """Reads a weight twice: a tape opened after the first read sees the second one only."""
+
+    def __init__(self, taped: bool) -> None:
+        super().__init__()
+        self.taped = taped
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(4, 4), initializer="orthogonal")
+        self.bias = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def scaled(y: Any) -> Any:
+            def gradient(upstream: Any, variables: Any = ()) -> Any:
+                return upstream, [tf.reduce_sum(upstream * y, 0) for _ in variables]
+
+            return y * self.bias.value, gradient
+
+        def taped(y: Any) -> Any:
+            y = tf.tanh(y @ self.kernel)
+            with tf.GradientTape() as tape:
+                energy = tf.reduce_sum(tf.stop_gradient(y[:1] * 0 + 1) @ self.kernel)
+            slope = tape.gradient(energy, self.kernel.value, unconnected_gradients="zero")
+            return y - 0.01 * y @ slope
+
+        body = taped if self.taped else lambda y: scaled(tf.tanh(y + self.bias))
+        x = x @ self.kernel + self.bias
+        return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, body(y)), [0, x])[1]
+
+
+def in_a_loop(taped: bool) -> Any:
+    return keras.Sequential([keras.Input((4,)), ReadInALoop(taped), layers.Dense(4)])
+
+
 MODELS = {
+    "a custom gradient in a loop": lambda: in_a_loop(False),
+    "a tape in a loop": lambda: in_a_loop(True),
     "two in one": lambda: keras.Sequential([keras.Input((4,)), TwoInOne(), layers.Dense(4)]),
     "used twice": used_twice,
     "several outputs": several_outputs,
