@@ -309,24 +309,6 @@ def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
 # Graphs that are thrown away ----------------------------------------------------------------------
 
 
-def test_a_scratch_graph_tells_shapes_and_runs_nothing():
-    variable, strategy = tf.Variable(0.0), strategy_of(2)
-    kinds = []
-
-    @tf.function
-    def step(x):
-        with _compat.scratch_graph():
-            variable.assign_add(1.0)
-            strategy.run(lambda: kinds.append((x[None] * 2.0).shape))
-        return x + 1.0
-
-    assert float(step(tf.constant(2.0))) == 3.0
-    assert kinds == [(1,), (1,)]
-    assert variable.numpy() == 0.0
-    graph = step.get_concrete_function(tf.constant(2.0)).graph
-    assert not {op.type for op in graph.get_operations()} & {"AssignAddVariableOp", "Mul"}
-
-
 def test_variables_of_a_function_are_known_that_it_only_assigns():
     counter, other = tf.Variable(5, dtype=tf.int64), tf.Variable([1.0])
 

@@ -11,7 +11,6 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -151,19 +150,6 @@ def optimizer_trains(optimizer: Any) -> list[Any]:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(getattr(inner, "_trainable_variables", []))
-
-
-@contextmanager
-def scratch_graph() -> Iterator[None]:
-    """Puts operations into a graph of their own, which nothing runs: for a look at what they give.
-
-    Private: ``tf.__internal__.FuncGraph``, which takes tensors of the graph around it. A
-    ``tf.function`` does that too, but would also compile the graph. Without it the number and the
-    shapes of the tensors that a loop over micro-batches carries would have to be guessed.
-    """
-    graph: Any = tf.__internal__.FuncGraph("scratch")
-    with graph.as_default():
-        yield
 
 
 def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:

@@ -30,35 +30,28 @@ _COUNTER = re.compile(r"_\d+(?=[/\]']|$)")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class ProgramAgreement:
-    """Compares once what a step of several workers is made of, before the first step."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
-        """Takes what beside the model and the optimizer must be alike, by name."""
-        self._exchange, self._settings = WorkerExchange(strategy), dict(settings)
-        self._due = self._exchange.workers > 1
-
-    def check(self, model: Any, optimizer: Any) -> None:
-        """Compares with the other workers if that is due; all must call it."""
-        if not self._due or tf.inside_function():
-            return
-        self._due = False
-        code = [layer.__class__.call for layer in all_layers(model)]
-        weights = [
-            (_COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable) for v in model.weights
-        ]
-        # The first that differs is told, and a compiled model knows its loss.
-        parts = {**self._settings, "optimizer": optimizer, "code of layers": code, "model": model}
-        described = {name: describe(value) for name, value in parts.items()}
-        described["weights"] = str(weights)
-        if (difference := self._exchange.find_difference("a step", described)) is not None:
-            name, other = difference
-            raise ClusterError(
-                f"The workers train with a different {name}, so the sum of their gradients would "
-                f"be that of neither. Received: {described[name][:300]} on worker "
-                f"{self._exchange.worker}, and another on worker {other}. Run the same program "
-                "with the same settings on every worker."
-            )
+def check_programs_alike(
+    strategy: tf.distribute.Strategy, model: Any, optimizer: Any, settings: Mapping[str, Any]
+) -> None:
+    """Checks that workers made a step of the same; all must call it, before the first step."""
+    exchange = WorkerExchange(strategy)
+    if exchange.workers == 1:
+        return
+    code = [layer.__class__.call for layer in all_layers(model)]
+    weights = [
+        [_COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable] for v in model.weights
+    ]
+    # The first that differs is told, and a compiled model knows its loss.
+    parts = {**settings, "optimizer": optimizer, "code of layers": code, "model": model}
+    described = {name: describe(value) for name, value in {**parts, "weights": weights}.items()}
+    if (difference := exchange.find_difference("a step", described)) is not None:
+        name, other = difference
+        raise ClusterError(
+            f"The workers train with a different {name}, so the sum of their gradients would be "
+            f"that of neither. Received: {described[name][:300]} on worker {exchange.worker}, and "
+            f"another on worker {other}. Run the same program with the same settings on every "
+            "worker."
+        )
 
 
 def describe(value: Any) -> str:
@@ -86,9 +79,8 @@ def describe(value: Any) -> str:
         numbers: list[Any] = [function.__defaults__, function.__kwdefaults__]
         for v in (*read.nonlocals.values(), *read.globals.values()):
             numbers += [v] if isinstance(v, (float, np.ndarray)) else []
-        return (
-            f"{function.__qualname__} {digest_of(describe(function.__code__))} {describe(numbers)}"
-        )
+        code = digest_of(describe(function.__code__))
+        return f"{function.__qualname__} {code} {describe(numbers)}"
     if isinstance(value, (*_PLAIN, type)):
         return getattr(value, "__qualname__", repr(value))
     kind: type = value.__class__  # Of what a proxy stands for.

@@ -36,10 +36,8 @@ _COUNTED = {
     "stateless_random_uniform": ("minval", "maxval"),  # Dropout and TensorFlow's own call it.
     "stateless_normal": ("mean", "stddev"),
 }
-# The other draws of Keras: all rows are drawn, and cut.
-_CUT = (
-    "stateless_truncated_normal", "stateless_gamma", "stateless_binomial", "stateless_categorical",
-)  # fmt: skip
+# Of these all rows are drawn, and cut.
+_CUT = "stateless_truncated_normal", "stateless_gamma", "stateless_binomial"
 
 
 class GlobalSeeds:
@@ -176,24 +174,21 @@ def _place(rows: Rows, size: Any) -> tuple[Any, Any]:
 
 
 def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draws the rows of this replica, if the draw is by row."""
+    """Draws the rows of this replica, if the draw is by row and its parameters are not."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     options = call.arguments
-    if "logits" in options:
-        options["logits"] = tf.convert_to_tensor(options["logits"])
-        shape = tf.shape(options["logits"])
-    else:
-        shape = options["shape"] = tf.cast(options["shape"], tf.int32)
-    if not _is_by_row(shape):
+    shape = options["shape"] = tf.cast(options["shape"], tf.int32)
+    static = tf.broadcast_to(False, shape).shape
+    if not static.rank or static[0] is not None:
         return original(*call.args, **call.kwargs)
     first, total = _place(rows, shape[0])
     if counted and options["alg"] in _AUTOMATIC and tf.as_dtype(options["dtype"]).is_floating:
         return _count_on(first, shape, options, counted)
-    for name in options.keys() - {"shape", "seed"}:
-        options[name] = _spread(first, total, options[name], shape)
-    if "shape" in options:
-        options["shape"] = tf.concat([[total], shape[1:]], 0)
+    parameters = [options[name] for name in options.keys() - {"shape", "seed"}]
+    if any(tf.is_tensor(p) and p.shape.rank and p.shape[0] is None for p in parameters):
+        return original(*call.args, **call.kwargs)
+    options["shape"] = tf.concat([[total], shape[1:]], 0)
     drawn = original(*call.args, **call.kwargs)
     begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
     own = tf.slice(drawn, begin, tf.concat([shape[:1], tf.shape(drawn)[1:]], 0))
@@ -224,42 +219,3 @@ def _count_on(first: Any, shape: Any, options: Any, names: tuple[str, str]) -> A
         tf.convert_to_tensor(1 if options[n] is None else options[n], dtype) for n in names
     )
     return unit * (high if is_normal else high - low) + low
-
-
-def _spread(first: Any, total: Any, parameter: Any, shape: Any) -> Any:
-    """Puts the rows of a parameter where they are in the global batch, among ones.
-
-    A parameter with one entry for all rows, such as a number, stays as it is.
-    """
-    if not tf.is_tensor(parameter) or parameter.shape.rank != shape.shape[0]:
-        return parameter
-    if parameter.shape[0] is not None:
-        return parameter
-    here = tf.broadcast_to(parameter, tf.concat([shape[:1], tf.shape(parameter)[1:]], 0))
-    inner = [[0, 0]] * (parameter.shape.rank - 1)
-    widths = [[first, total - first - shape[0]], *inner]
-    return tf.pad(here, widths, constant_values=1)
-
-
-def _is_by_row(shape: Any) -> bool:
-    """Returns whether the first axis of a draw has no length yet, while the step is traced.
-
-    A draw is not by row if the graph shows that this length is the one of another axis, as that of
-    noise for the positions of a sequence.
-    """
-    static = tf.broadcast_to(False, shape).shape
-    return bool(static.rank) and static[0] is None and _axis_of(shape) in (0, None)
-
-
-def _axis_of(shape: Any) -> int | None:
-    """Returns the axis of a tensor whose length the first axis has; None where unknown."""
-    first = shape.op.inputs[0] if shape.op.type == "Pack" else shape
-    while first.op.type in ("Cast", "Identity"):
-        first = first.op.inputs[0]
-    if first.op.type != "StridedSlice" or first.op.inputs[0].op.type != "Shape":
-        return None
-    begin = tf.get_static_value(first.op.inputs[1])
-    rank = first.op.inputs[0].shape[0]
-    if begin is None or rank is None or begin.size != 1:
-        return None
-    return int(begin[0]) % int(rank)

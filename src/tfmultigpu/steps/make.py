@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.steps.agreement import ProgramAgreement
 from tfmultigpu.steps.draws import Draws
 from tfmultigpu.steps.evaluate import EvalStep, PredictStep
 from tfmultigpu.steps.features import Feature
@@ -116,10 +115,9 @@ def make_train_step(
         *([] if clip_norm is None else [ClipByNorm(clip_norm)]),
     ]
     every = _features(strategy, own, features, verify, in_parts=parts > 1)
-    agreement = ProgramAgreement(strategy, settings)
     return TrainStep(
         passes, optimizer, strategy, every,
-        metrics=metrics, shard_update=shard_update, agreement=agreement,
+        metrics=metrics, shard_update=shard_update, settings=settings,
     )  # fmt: skip
 
 

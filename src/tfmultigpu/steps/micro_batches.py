@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import _compat
 from tfmultigpu.steps.features import Feature, Pass, Phase, Shards
 
 
@@ -16,7 +15,7 @@ class MicroBatches(Feature):
 
     Attributes:
         count: The largest number of parts; with fewer rows there is one for each.
-        loop: Runs the parts, one after the other.
+        loop: Runs the parts after the first, one after the other.
     """
 
     def __init__(self, count: int) -> None:
@@ -41,22 +40,15 @@ class MicroBatches(Feature):
                 largest = tf.reduce_max(tf.stack([rows.count for rows in shards.rows]))
                 count = tf.minimum(tf.constant(self.count, tf.int64), largest)
                 last = tf.cast(count, tf.int32)
-            # A loop must know what it carries before it is traced. So one part is traced first, in
-            # a graph that is thrown away; its number is one that nothing can know.
-            with _compat.scratch_graph():
-                hide = tf.compat.v1.placeholder_with_default
-                like = phase(shards.cut(*(hide(tf.constant(n, tf.int64), []) for n in (0, 1))))
+            # Before the loop, which must know what it carries when it is traced.
+            first = phase(shards.cut(tf.zeros([], tf.int64), count))
             states = strategy.run(lambda: [tf.identity(state.value) for state in trace.state])
             local = [strategy.experimental_local_results(state) for state in states]
-            begin = [tuple(each[copy] for each in local) for copy in range(len(like))]
-            first = [
-                one.with_addends([_zeros(tensor) for tensor in one.addends])._replace(state=state)
-                for one, state in zip(like, begin, strict=True)
-            ]
+            begin = [tuple(each[copy] for each in local) for copy in range(len(first))]
             alike = [id(variable) in trace.alike for variable in trace.state]
 
             def body(number: Any, *flat: Any) -> tuple[Any, ...]:
-                before = _unflat(flat, like)
+                before = _unflat(flat, first)
                 # Some begin as for the first part, as seeds: all take their part of the same draws.
                 states = [
                     tuple(b if a else s for a, b, s in zip(alike, old, each.state, strict=True))
@@ -70,7 +62,8 @@ class MicroBatches(Feature):
                 ]
                 return (number + 1, *tf.nest.flatten(_pairs(sums)))
 
-            return _unflat(self.loop(body, self.count, last, tf.nest.flatten(_pairs(first))), like)
+            values = tf.nest.flatten(_pairs(first))
+            return _unflat(self.loop(body, self.count, last, values), first)
 
         return looped
 
@@ -78,11 +71,11 @@ class MicroBatches(Feature):
 def one_after_the_other(
     body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
 ) -> list[Any]:
-    """Runs ``number, *values = body(number, *values)`` in a loop, for numbers below a count."""
+    """Runs ``number, *values = body(number, *values)`` in a loop, for 1 up to, not, a count."""
     _, *values = tf.while_loop(
         lambda number, *_: number < count,
         body,
-        [tf.zeros([], tf.int32), *values],
+        [tf.ones([], tf.int32), *values],
         parallel_iterations=1,
     )
     return list(values)
@@ -91,12 +84,6 @@ def one_after_the_other(
 def _sum(before: Any, new: Any) -> Any:
     with tf.device(new.device):  # What is added on a device of its own stays there.
         return before + new
-
-
-def _zeros(like: Any) -> Any:
-    # TensorFlow carries a tensor through a loop on the device that it comes from.
-    with tf.device(like.device):
-        return tf.zeros(like.shape, like.dtype)
 
 
 def _pairs(passes: Sequence[Pass]) -> list[Any]:

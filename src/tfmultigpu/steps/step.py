@@ -9,7 +9,7 @@ A step has two phases inside one ``tf.function``::
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
-from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
+from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
 from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
@@ -66,7 +66,7 @@ class TrainStep(Program):
         *,
         metrics: Any = (),
         shard_update: ShardUpdate = "auto",
-        agreement: ProgramAgreement | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Use ``make_train_step``, which checks what it is given."""
         super().__init__(strategy, features)
@@ -74,8 +74,8 @@ class TrainStep(Program):
         self.trace = Trace()
         self._metrics = StepMetrics(metrics, forward, strategy)
         self.metrics = self._metrics.all
-        self.asked_shard_update, self._agreement = shard_update, agreement
-        self._settings = Settings()
+        self.asked_shard_update, self._settings = shard_update, Settings()
+        self._unchecked = settings  # What the workers have not compared yet.
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
         self.bind()
@@ -132,8 +132,10 @@ class TrainStep(Program):
         prepare_model(self.model, self.strategy, batch_spec)
         refuse_float8(self.model.trainable_variables)
         # What the optimizer remembers is made by all workers together, and so is a step.
-        if self._agreement is not None and (batch_spec is not None or not self.optimizer.built):
-            self._agreement.check(self.model, self.optimizer)
+        due = batch_spec is not None or not self.optimizer.built
+        if self._unchecked is not None and due and not tf.inside_function():
+            check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
+            self._unchecked = None
         self.update = choose_update(
             self.optimizer, self.variables, self.strategy, self.asked_shard_update
         )

@@ -76,17 +76,16 @@ class LayersByHand(Feature):
         # With one more than devices, none of these waits for the gradients of another.
         at_once = len(devices_of(self._step.model)) + 1
         done = [list(values)]
-        for number in range(most):
+        for number in range(1, most):
             with tf.device("CPU:0"):
                 here = tf.constant(number) < count
                 part = tf.minimum(number, count - 1)
             waits = done[-at_once] if number >= at_once else []
             with tf.control_dependencies(waits):
                 _, *added = body(part, *done[-1])
-            if number:  # One without rows has computed the last rows again.
-                pairs = zip(added, done[-1], strict=True)
-                added = [tf.where(here, new, old) for new, old in pairs]
-            done.append(added)
+            # One without rows has computed the last rows again.
+            pairs = zip(added, done[-1], strict=True)
+            done.append([tf.where(here, new, old) for new, old in pairs])
         return done[-1]
 
 
