@@ -190,8 +190,8 @@ def test_a_later_batch_of_another_type_is_not_rounded() -> None:
 def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
     assert text_of(iterator) == (
         "An iterator can be read once, and inspecting it would lose batches. Received: "
-        f"{type(iterator).__name__}. Give the function that makes it: "
-        "make_batches, not make_batches()."
+        f"{type(iterator).__name__}. Give its function, make_batches, not "
+        "make_batches()."
     )
     assert next(iterator).shape == (2,)
 

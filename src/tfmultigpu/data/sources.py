@@ -21,7 +21,7 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
             "An iterator can be read once, and inspecting it would lose batches. Received: "
-            f"{type(data).__name__}. Give the function that makes it: make_batches, not make_batches()."
+            f"{type(data).__name__}. Give its function, make_batches, not make_batches()."
         )
     is_dataset = isinstance(data, tf.data.Dataset)
     passes: Any = None

@@ -91,17 +91,16 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
         if not strategy.extended.variable_created_in_scope(inner):
             own = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)
-            change = f"Create the {what} in the scope"
             if own is None:
-                where, place = "outside the scope of the strategy", "on one device alone"
+                where, place, fix = "outside the scope of the strategy", "on one device", "Create"
             else:
                 where = "in the scope of another strategy than the one given"
                 place = f"on {describe(own)}"
-                change = f"Pass that strategy, strategy=strategy; or c{change[1:]}"
+                fix = "Pass that strategy, strategy=strategy; or create"
             raise ScopeError(
                 f"The {what} was created {where}. Received: variable {name!r} of the {what}, "
-                f"{place}, and {describe(strategy)}. {change}, again if a notebook cell "
-                "has made the strategy anew:\n"
+                f"{place}, and {describe(strategy)}. {fix} the {what} in the scope, "
+                "again if a notebook cell has made the strategy anew:\n"
                 "    with strategy.scope():\n"
                 f"        {what} = ...{'  # or model.compile(...)' if what == 'optimizer' else ''}"
             )
