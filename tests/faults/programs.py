@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ class Progress(keras.callbacks.Callback):
 
 def train(program: str, folder: str) -> str:
     """Trains from the newest checkpoint to the end; returns a digest of all that was trained."""
-    if "TF_CONFIG" not in os.environ:
+    alone = tmg.workers.cluster_from_environment() is None
+    if alone:
         tmg.split_device("CPU:0", parts=2)
-    devices = None if "TF_CONFIG" in os.environ else 2
+    devices = 2 if alone else None
     strategy = tmg.create_strategy(devices=devices, startup_timeout=30.0)
     keras.utils.set_random_seed(4)
     # The first values of variables are sent to all workers, too.

@@ -64,7 +64,7 @@ def preprocessed(strategy: Any = None) -> list[float]:
     return [float(row) for row in np.concatenate(parts)]
 
 
-def loops(folder: str) -> dict[str, Any]:
+def loops(folder: str, scope: Any = None) -> dict[str, Any]:
     """Fits, evaluates, predicts and restores on the workers; Keras does it on one device."""
     x, y = (np.concatenate(part) for part in zip(*regression([7, 7, 1]), strict=True))
 
@@ -76,7 +76,7 @@ def loops(folder: str) -> dict[str, Any]:
 
     plain = compiled()
     expected = plain.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
-    with _joined["strategy"].scope():
+    with scope or _joined["strategy"].scope():
         model = compiled()
     history = tmg.fit(model, x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
     assert history.keys() == expected.keys()

@@ -1,93 +1,127 @@
-"""Two real workers: gone on with to the bit, directories that are not shared."""
+"""Checkpoints of two workers: resumed to the bit, on one process too; folders that go wrong."""
 
 from __future__ import annotations
 
-import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from one_device import strategy_of
+import tensorflow as tf
+import this_worker
+from law.pair import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.testing import run_workers
 
-SCRIPT = Path(__file__).with_name("worker_checkpoints.py")
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared")
+pytestmark = pytest.mark.slow
+_random = np.random.default_rng(0)
+X = _random.normal(size=(22, 4)).astype("float32")
+Y = _random.normal(size=(22, 1)).astype("float32")
 
 
-@pytest.fixture(scope="module")
-def results(shared: Path) -> list[dict[str, Any]]:
-    found = []
-    for run in run_workers(SCRIPT, workers=2, args=[shared], timeout=900):
-        lines = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
-        merged: dict[str, Any] = {}
-        for line in lines:
-            merged |= json.loads(line.removeprefix("RESULT "))
-        found.append(merged)
-    return found
-
-
-@pytest.mark.slow
-def test_a_run_gone_on_with_equals_one_uninterrupted_on_each_worker(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        assert result["gone on"] == [8, 18]
-        assert result["state"] == result["uninterrupted"]
-    # The statistics of each worker are its own, and come back to it.
-    assert results[0]["state"] != results[1]["state"]
-
-
-@pytest.mark.slow
-def test_one_process_goes_on_from_the_checkpoint_of_two_workers(
-    shared: Path, results: list[dict[str, Any]]
-) -> None:
-    strategy = strategy_of(2)
+def build(strategy: Any) -> tuple[Any, Any]:
+    """Returns a model whose statistics differ between the workers, and its optimizer."""
+    layers = keras.layers
+    keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential(
             [
                 keras.Input((4,)),
-                keras.layers.Dense(3, use_bias=False),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(1),
+                layers.Dense(3, use_bias=False),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(1),
             ]
         )
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    assert tmg.Checkpoints(shared / "b", model, optimizer).restore() == 8
-    copies = strategy.experimental_local_results(model.variables[3].value)
-    expected = np.array([result["statistics"] for result in results], "float32")
-    assert (expected[0] != expected[1]).any()
-    found = np.stack([one.numpy() for one in copies])
-    np.testing.assert_array_equal(found, expected)
+        optimizer.build(model.trainable_variables)
+    return model, optimizer
 
 
-@pytest.mark.slow
-def test_directories_that_cannot_be_saved_to_are_an_error_on_both(
-    results: list[dict[str, Any]],
+def train(folder: str, leave: int | None = None) -> tuple[int | None, list[np.ndarray]]:
+    """Trains from the newest checkpoint on; returns its step and all variables at the end."""
+    model, optimizer = build(this_worker.strategy())
+    warnings.simplefilter("ignore", tmg.ReplicaDependenceWarning)
+    step = tmg.make_train_step(model, optimizer, "mse", this_worker.strategy())
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3)
+    checkpoints = tmg.Checkpoints(folder, model, optimizer, rows.batch(4))
+    restored = checkpoints.restore()
+    for _ in checkpoints.epochs(3):
+        for batch in checkpoints.data:
+            step(batch)
+            checkpoints.after_step()
+            if checkpoints.step == leave:
+                checkpoints.save()
+                return restored, model.get_weights()
+    return restored, [v.numpy() for v in [*model.variables, *optimizer.variables]]
+
+
+def test_a_run_resumes_to_the_bit_on_each_worker_and_on_one_process(
+    both: Any, tmp_path: Path
 ) -> None:
-    for result in results:
-        assert "different checkpoints in " in result["restore"]
-        assert re.search(r"step of each worker: \[\d+, -1\]\. Give", result["restore"])
-        assert result["unchanged"]
-    assert "The chief cannot write to" in results[0]["failed"]
-    assert "Not a directory" in results[0]["failed"]
-    assert "see the output of the chief" in results[1]["failed"]
+    whole = both(train, str(tmp_path / "whole"))
+    left = both(train, str(tmp_path / "left"), 8)
+    for (_, expected), (restored, values) in zip(
+        whole, both(train, str(tmp_path / "left")), strict=True
+    ):
+        assert restored == 8
+        for value, other in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(value, other)
+    strategy = strategy_of(2)
+    model, optimizer = build(strategy)
+    assert tmg.Checkpoints(tmp_path / "left", model, optimizer).restore() == 8
+    copies = strategy.experimental_local_results(model.variables[3].value)
+    statistics = np.stack([weights[3] for _, weights in left])
+    assert (statistics[0] != statistics[1]).any()
+    np.testing.assert_array_equal(np.stack([copy.numpy() for copy in copies]), statistics)
 
 
-@pytest.mark.slow
-def test_a_run_that_a_callback_ended_is_over_on_both(results: list[dict[str, Any]]) -> None:
-    epochs, _ = results[0]["ended"]
-    assert 1 <= len(epochs) < 5
-    for result in results:
-        # The second worker has fewer callbacks than were saved.
-        assert result["ended again"] == result["ended"]
-        assert result["ended"][0] == epochs
+def save_where_it_fails(folder: str) -> tuple[str, str]:
+    """Returns what is said of folders that are not shared, and of one that is not to be had."""
+    model, optimizer = build(this_worker.strategy())
+    optimizer.iterations.assign(3)
+    own = f"{folder}/own-{this_worker.index()}"
+    tmg.Checkpoints(own, model, optimizer).save()
+    optimizer.iterations.assign(4)
+    with pytest.raises(tmg.CheckpointError) as not_shared:
+        tmg.Checkpoints(own, model, optimizer).restore()
+    assert optimizer.iterations.numpy() == 4
+    with pytest.raises(tmg.CheckpointError) as failed:
+        tmg.Checkpoints(f"{folder}/file/run", model).save()
+    return str(not_shared.value), str(failed.value)
+
+
+def test_folders_that_cannot_be_saved_to_are_an_error_on_both(both: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = both(save_where_it_fails, str(tmp_path))
+    for not_shared, _ in told:
+        assert "different checkpoints in " in not_shared
+        assert re.search(r"step of each worker: \[3, -1\]\. Give", not_shared)
+    assert "The chief cannot write to" in told[0][1]
+    assert "Not a directory" in told[0][1]
+    assert "see the output of the chief" in told[1][1]
+
+
+def fit_until_a_callback_ends_it(folder: str) -> list[Any]:
+    """Fits twice, of which the second one resumes; the chief has one callback more."""
+    found = []
+    for _ in range(2):
+        model, optimizer = build(this_worker.strategy())
+        model.compile(optimizer, "mse")
+        run = tmg.Checkpoints(f"{folder}/ended", model, optimizer)
+        run.restore()
+        stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+        logger = [keras.callbacks.CSVLogger(f"{folder}/ended.csv")][this_worker.index() :]
+        callbacks = [stopping, *logger, run.callback()]
+        fitted = tmg.fit(model, (X, Y), epochs=5, callbacks=callbacks, verify=False, verbose=0)
+        found.append((fitted.epoch, [weight.tolist() for weight in model.get_weights()]))
+    return found
+
+
+def test_a_run_that_a_callback_ended_is_over_on_both(both: Any, tmp_path: Path) -> None:
+    for first, again in both(fit_until_a_callback_ends_it, str(tmp_path)):
+        assert again == first
+        assert first[0] == [0, 1]

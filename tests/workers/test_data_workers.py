@@ -1,75 +1,173 @@
-"""Two real workers: each row of each batch on one of them, small batches whole on both."""
+"""Data of two workers: each row of a batch on one of them, from files too, or an error."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+import this_worker
 
-from tfmultigpu.data.partition import row_offsets
+import tfmultigpu as tmg
+from tfmultigpu.data.partition import marked_offsets, row_offsets
 
+pytestmark = pytest.mark.slow
 SIZES = (5, 1, 2, 64, 3)
+SHARES = (None, (3, 1))
+ROWS, BATCH, EPOCHS = 1001, 48, 2
 
 
-@pytest.fixture(scope="module")
-def workers(results: Any) -> list[dict[str, Any]]:
-    """What each worker printed, in the order of their replicas."""
-    found: list[dict[str, Any]] = results("data")
-    assert [result["replica"] for result in found] == [0, 1]
-    return found
+def read_batches() -> dict[Any, Any]:
+    """Returns the rows of this worker in each batch, behind the number of rows of all."""
+    strategy = this_worker.strategy()
+    stops = np.cumsum(SIZES)
+    bounds = tf.data.Dataset.from_tensor_slices((stops - SIZES, stops))
+    batches = bounds.map(lambda start, stop: tf.range(start, stop))
+
+    def read(data: Any) -> list[list[int]]:
+        found = []
+        for batch in data:
+            (shard,) = strategy.experimental_local_results(batch)
+            found.append([int(marked_offsets(batch)[-1]), *shard.numpy().tolist()])
+        return found
+
+    @tf.function
+    def total(data: tmg.data.ShardedDataset) -> tf.Tensor:
+        total = tf.constant(0, tf.int64)
+        for batch in data:
+            total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        return total
+
+    found: dict[Any, Any] = {}
+    for shares in SHARES:
+        data = tmg.distribute_dataset(batches, strategy, shares=shares)
+        found[shares] = [read(data), read(data)]
+    # Each worker has another seed; that of the data is one for all.
+    tf.random.set_seed(1 + this_worker.index())
+    seeded = tmg.distribute_dataset(
+        np.arange(11), strategy, batch_size=4, preprocess=lambda number, seed: seed[0]
+    )
+    seeds = [seed for batch in seeded for seed in strategy.experimental_local_results(batch)]
+    return {**found, "total": int(total(data)), "seeds": np.concatenate(seeds).tolist()}
 
 
-@pytest.mark.slow
-def test_each_row_is_on_one_worker_and_none_is_empty(workers: list[dict[str, Any]]) -> None:
-    for shares in (None, (3, 1)):
-        start = 0
-        read = [worker[f"{shares}"] for worker in workers]
-        for size, first, second in zip(SIZES, *read, strict=True):
-            rows = list(range(start, start + size))
-            start += size
-            if size == 1:
-                assert first == [size, *rows]
-                assert second == [size]
-            else:
-                middle = int(row_offsets(size, shares or (1, 1))[1])
-                assert first == [size, *rows[:middle]]
-                assert second == [size, *rows[middle:]]
-                assert 0 < middle < size
+def test_each_row_is_on_one_worker(both: Any) -> None:
+    first, second = both(read_batches)
+    for shares, again in itertools.product(SHARES, (0, 1)):
+        begin = 0
+        pairs = zip(first[shares][again], second[shares][again], strict=True)
+        for size, pair in zip(SIZES, pairs, strict=True):
+            rows = list(range(begin, begin + size))
+            begin += size
+            middle = 1 if size == 1 else int(row_offsets(size, shares or (1, 1))[1])
+            assert 0 < middle < size or size == 1
+            assert pair == ([size, *rows[:middle]], [size, *rows[middle:]])
+    assert first["total"] == second["total"] == sum(range(sum(SIZES)))
+    assert len({*first["seeds"], *second["seeds"]}) == 1
 
 
-@pytest.mark.slow
-def test_a_second_pass_and_a_loop_in_a_function(workers: list[dict[str, Any]]) -> None:
-    numbered = sum(range(sum(SIZES)))
-    for worker in workers:
-        assert worker["again"] is True
-        assert worker["totals"] == [numbered, sum(SIZES)]
+# Files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_seeded_shuffle_is_the_same_on_both_workers_and_new_each_pass(
-    workers: list[dict[str, Any]],
+def write_files(folder: Path, count: int) -> None:
+    """Writes the same rows into so many files of different lengths."""
+    stops = np.linspace(0, ROWS, count + 1).astype(int) ** 2 // ROWS
+    for number, (start, stop) in enumerate(itertools.pairwise(stops)):
+        lines = "".join(f"{row}\n" for row in range(start, stop))
+        (folder / f"{count}-{number}.csv").write_text(lines)
+
+
+def files_in(folder: str, count: int) -> list[str]:
+    return sorted(str(path) for path in Path(folder).glob(f"{count}-*"))
+
+
+def rows_of(files: list[str], **shuffle: Any) -> tf.data.Dataset:
+    numbers = tf.data.TextLineDataset(files).map(lambda line: tf.strings.to_number(line, tf.int64))
+    examples = numbers.map(lambda n: (n, tf.math.floormod(tf.cast(n, tf.float32) * 0.37, 1.0)))
+    return examples.shuffle(200, **shuffle).batch(BATCH)
+
+
+def train_on_files(folder: str, count: int) -> tuple[np.ndarray, list[float]]:
+    """Returns how often this worker has trained on each row, and the losses."""
+    strategy = this_worker.strategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+    trained_on, losses = np.zeros(ROWS, int), []
+
+    def forward(model: Any, batch: Any, training: bool) -> tmg.LossSum:
+        x = tf.cast(batch[0], tf.float32)[:, None] / ROWS
+        return tmg.loss_sum(keras.losses.mean_squared_error, batch[1][:, None], model(x))
+
+    step = tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
+    data = tmg.distribute_dataset(rows_of(files_in(folder, count), seed=5), strategy)
+    for _ in range(EPOCHS):
+        for batch in data:
+            for shard in strategy.experimental_local_results(batch[0]):
+                assert len(shard) > 0
+                trained_on += np.bincount(shard.numpy(), minlength=ROWS)
+            losses.append(float(step(batch)["loss"]))
+    return trained_on, losses
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_files_are_read_once_an_epoch_and_train_as_on_one_device(
+    both: Any, tmp_path: Path, count: int
 ) -> None:
-    first, second = (worker["shuffled"] for worker in workers)
-    orders = []
-    for ours, theirs in zip(first, second, strict=True):
-        batches = [a[1:] + b[1:] for a, b in zip(ours, theirs, strict=True)]
-        orders.append(list(itertools.chain(*batches)))
-        assert sorted(orders[-1]) == list(range(20))
-    assert orders[0] != orders[1]
+    write_files(tmp_path, count)
+    _, expected = train_on_files(str(tmp_path), count)
+    (first, losses), (second, same) = both(train_on_files, str(tmp_path), count)
+    np.testing.assert_array_equal(first + second, EPOCHS)
+    assert losses == same
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_each_worker_reads_and_preprocesses_its_own_rows(workers: list[dict[str, Any]]) -> None:
-    assert workers[0]["read by number"] == [0, 1, 4, 5, 8]
-    assert workers[1]["read by number"] == [2, 3, 6, 7, 9, 10]
-    by_batch = zip(*(one["draws 7"] for one in workers), strict=True)
-    drawn = [row for parts in by_batch for part in parts for row in part]
-    mixed = tf.random.stateless_uniform([], tf.constant([7, 0], tf.int64), None, None, tf.int64)
-    for number, (row, draw) in enumerate(drawn):
-        assert row == number
-        assert draw == float(tf.random.stateless_uniform([], tf.stack([mixed, row])))
-    # Without a seed the workers agree on one.
-    everything = {draw for one in workers for part in one["draws None"] for _, draw in part}
-    assert len(everything) == 11
+def refused(dataset: Any, batches: int = 1, **options: Any) -> str:
+    try:
+        data = tmg.distribute_dataset(dataset, this_worker.strategy(), **options)
+        for _ in itertools.islice(data, batches):
+            time.sleep(0.01)
+    except tmg.errors.DataError as error:
+        return str(error)
+    return ""
+
+
+def read_different_data(folder: str) -> dict[str, str]:
+    """Returns what this worker is told of data that are not those of the first one."""
+    worker, files = this_worker.index(), files_in(folder, 2)
+    batches = tf.data.Dataset.range(10).batch(2)
+    # Nobody knows how many batches there are: found after 1, 2, 4, ... of them, or at the end.
+    later = batches.repeat(9).map(lambda n: n + (n // 8) * worker).filter(lambda n: True)
+    tf.random.set_seed(worker)
+    by_number = {"batch_size": 5, "preprocess": lambda n: n}
+    found = {
+        "without a seed": refused(rows_of(files)),
+        "other order": refused(rows_of(files[:: -1 if worker else 1], seed=1)),
+        "other length": refused(batches.take(5 - worker)),
+        "later batch": refused(later, 45),
+        "by number": refused(np.arange(40) + 100 * worker, **by_number),
+        "alike by number": refused(np.arange(40), **by_number),
+        "alike in a dict": refused(batches.map(lambda n: {"n": n, "text": ["a", "b"]})),
+    }
+    tf.random.set_seed(7)
+    return found | {"alike by seed": refused(rows_of(files))}
+
+
+def test_workers_that_read_different_data_are_told(both: Any, tmp_path: Path) -> None:
+    write_files(tmp_path, 2)
+    first, second = both(read_different_data, str(tmp_path))
+    for case in ("without a seed", "other order", "other length", "by number"):
+        said = "The workers read different data: the first 1 batches of pass 1 differ, or the len"
+        assert second[case].startswith(said), case
+    assert "5 on worker 0 and 4 on worker 1" in second["other length"]
+    # A busy machine hears of the eighth batch at a later comparison.
+    assert any(f"first {n} batches of pass 1 differ" in second["later batch"] for n in (8, 16, 32))
+    assert "dataset.shuffle(size, seed=1)" in second["without a seed"]
+    for case in ("alike by number", "alike in a dict", "alike by seed"):
+        assert first[case] == second[case] == "", case

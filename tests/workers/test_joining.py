@@ -31,12 +31,3 @@ def test_a_signal_taken_behind_pythons_back_is_given_back() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == ["after"]
-
-
-def test_ctrl_c_has_the_systems_action_meanwhile() -> None:
-    get = ctypes.pythonapi.PyOS_getsig
-    get.restype = ctypes.c_void_p
-    handler = get(signal.SIGINT)
-    with _as_tensorflow_holds_the_lock(60.0):
-        assert get(signal.SIGINT) == (int(signal.SIG_DFL) or None)
-    assert get(signal.SIGINT) == handler

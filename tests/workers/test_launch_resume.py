@@ -14,15 +14,11 @@ from tfmultigpu.addons.workers import launcher as launch_module
 from tfmultigpu.addons.workers.launcher import launch
 from tfmultigpu.addons.workers.processes import run_together
 
-SCRIPT = Path(__file__).with_name("worker_resume.py")
+SCRIPT = str(Path(__file__).with_name("worker_resume.py"))
 
 
-def results(text: str) -> list[str]:
-    return [line.split("RESULT ")[1] for line in text.splitlines() if "RESULT " in line]
-
-
-def undisturbed_in_slurm(folder: Path) -> str:
-    """What two tasks print that find each other by the variables of `srun`."""
+def in_slurm(folder: Path) -> str:
+    """Returns what two tasks print that find each other by the variables of `srun`."""
     step = {
         "SLURM_JOB_ID": f"{os.getpid()}",
         "SLURM_STEP_ID": "0",
@@ -34,7 +30,7 @@ def undisturbed_in_slurm(folder: Path) -> str:
     shared = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"} | step
     lines: list[bytes] = []
     outcome = run_together(
-        [[sys.executable, str(SCRIPT), str(folder)]] * 2,
+        [[sys.executable, SCRIPT, str(folder)]] * 2,
         [{**shared, "SLURM_PROCID": f"{task}"} for task in range(2)],
         lambda task, line: lines.append(line),
         timeout=900.0,
@@ -49,22 +45,17 @@ def test_workers_that_get_a_signal_resume_to_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chief is killed; then the other one gets SIGTERM."""
-    steps = [5, 8]
     # Long enough for TensorFlow's heartbeats, so that the other worker ends by itself.
     monkeypatch.setattr(launch_module, "_GRACE", 40.0)
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    killed.mkdir()
-    whole.mkdir()
-    signals = (0, signal.SIGKILL), (1, signal.SIGTERM)
-    deaths = [f"{w}@{step}@{int(n)}" for step, (w, n) in zip(steps, signals, strict=True)]
-    code = launch(str(SCRIPT), [str(killed), *deaths], workers=2, restarts=2)
+    deaths = [f"0@5@{signal.SIGKILL:d}", f"1@8@{signal.SIGTERM:d}"]
+    code = launch(SCRIPT, [str(tmp_path / "killed"), *deaths], workers=2, restarts=2)
     out, err = capfd.readouterr()
     assert code == 0, f"{err}{out}"
 
     assert "Worker 0 of 2 was ended by SIGKILL, the first to fail" in err
     assert "restart 1 of 2" in err
-    lost = "[1] tfmultigpu.errors.WorkerLostError: Another worker is gone, and the"
-    (line,) = [line for line in out.splitlines() if line.startswith(lost)]
+    (line,) = re.findall(r"^\[1\] tfmultigpu.errors.WorkerLostError: (.*)$", out, re.MULTILINE)
+    assert line.startswith("Another worker is gone, and the")
     assert "First to go: worker 0 of 2 at 127.0.0.1:" in line
     assert "its connection broke off without a message: it was killed" in line
 
@@ -74,11 +65,11 @@ def test_workers_that_get_a_signal_resume_to_the_same_bits(
     asked = re.findall(r"\[([01])\].*Asked to stop: saved step (\d+) to .*, exit 143", out)
     assert sorted(worker for worker, _ in asked) == ["0", "1"]
     (saved,) = {int(step) for _, step in asked}
-    assert steps[1] <= saved <= steps[1] + 3
+    assert 8 <= saved <= 8 + 3
 
-    begun = (killed / "first steps").read_text().splitlines()
+    begun = re.findall(r"\[0\] BEGINS (.*)", out)
     assert begun == ["0 None", "1 3", f"2 {saved}"]  # Saved after each third step.
 
-    reference = results(undisturbed_in_slurm(whole))
-    assert len(reference) == 2
-    assert results(out) == reference
+    expected = re.findall("RESULT (.*)", in_slurm(tmp_path / "whole"))
+    assert len(expected) == 2
+    assert re.findall("RESULT (.*)", out) == expected

@@ -23,9 +23,7 @@ from tfmultigpu.addons.workers.launcher import launch
 from tfmultigpu.errors import DeviceNotFoundError
 
 Write = Callable[[str], str]
-linux_only = pytest.mark.skipif(
-    sys.platform != "linux", reason="needs Linux: a process tied to its parent"
-)
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -42,6 +40,8 @@ def write(tmp_path: Path) -> Write:
             "    import socket\n"
             "    host, port = config['cluster']['worker'][me].split(':')\n"
             "    with socket.create_server((host, int(port))): time.sleep(1)\n"
+            "def ready():\n"
+            "    with open(sys.argv[1], 'a') as file: file.write(f'{os.getpid()}\\n')\n"
         )
         script.write_text(start + textwrap.dedent(body))
         return str(script)
@@ -49,18 +49,27 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def test_workers_get_a_cluster_and_their_output_a_number(
-    write: Write, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = write("""
+@pytest.fixture
+def run(write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Launches a script; returns the exit code, its output, and what the launcher says."""
+
+    def run(body: str, *arguments: Any, grace: float = 30.0, **options: Any) -> Any:
+        monkeypatch.setattr(launch_module, "_GRACE", grace)
+        code = launch(write(body), [*map(str, arguments)], **options)
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+def test_workers_get_a_cluster_and_their_output_a_number(run: Run) -> None:
+    script = """
         print(json.dumps(config), *sys.argv[1:])
         print("to stderr", file=sys.stderr)
         join()
         print("no end of line", end="")
-        """)
-    assert launch(script, ["--rate", "0.1"], workers=3) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
+        """
+    code, out, err = run(script, "--rate", "0.1", workers=3)
+    assert (code, err) == (0, "")
     clusters = set()
     for worker in range(3):
         own = [line[4:] for line in out.splitlines() if line.startswith(f"[{worker}] ")]
@@ -87,55 +96,40 @@ def test_a_module_and_a_single_worker(
     assert capfd.readouterr().out == "[0] __main__ {} 0\n"
 
 
-def test_the_first_to_fail_is_named_and_gives_the_exit_code(
-    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_module, "_GRACE", 0.5)
-    script = write("""
+def test_the_first_to_fail_is_named_and_gives_the_exit_code(run: Run) -> None:
+    script = """
         if me == 1:
             for line in range(30): print("line", line)
             sys.exit(7)
         time.sleep(600)
-        """)
-    assert launch(script, workers=2) == 7
-    said = capfd.readouterr().err
-    assert said.startswith(
+        """
+    code, _, err = run(script, grace=0.5, workers=2)
+    assert code == 7
+    assert err.startswith(
         "[launch] Worker 1 of 2 ended with code 7, the first to fail; all others were stopped. Its "
         "output ends with:\n  line 25\n"
     )
-    assert said.endswith("\n  line 29\n")
+    assert err.endswith("\n  line 29\n")
 
 
-def test_others_that_fail_of_it_are_not_blamed(
-    write: Write,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(launch_module, "_GRACE", 300.0)
-    script = write("""
+def test_others_that_fail_of_it_are_not_blamed(run: Run, tmp_path: Path) -> None:
+    script = """
         if me == 1:
             open(sys.argv[1], "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         while not os.path.exists(sys.argv[1]): time.sleep(0.01)
         time.sleep(0.5)
         sys.exit("WorkerLostError: my peer is gone")
-        """)
-    assert launch(script, [str(tmp_path / "dying")], workers=3) == 128 + signal.SIGKILL
-    out, err = capfd.readouterr()
+        """
+    code, out, err = run(script, tmp_path / "dying", grace=300.0, workers=3)
+    assert code == 128 + signal.SIGKILL
     assert "Worker 1 of 3 was ended by SIGKILL, the first to fail" in err
     # They had the time to say what they saw.
     assert out.count("my peer is gone") == 2
 
 
-def test_all_are_started_again_on_new_ports(
-    write: Write,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(launch_module, "_GRACE", 0.1)
-    script = write("""
+def test_all_are_started_again_on_new_ports(run: Run, tmp_path: Path) -> None:
+    script = """
         attempt = int(os.environ["TFMULTIGPU_ATTEMPT"])
         print("attempt", attempt, config["cluster"]["worker"][0], flush=True)
         open(f"{sys.argv[1]}/{attempt}-{me}", "w").close()
@@ -145,16 +139,20 @@ def test_all_are_started_again_on_new_ports(
             sys.exit(3)
         if attempt < 2: time.sleep(600)
         join()
-        """)
-    assert launch(script, [str(tmp_path)], workers=2, restarts=5) == 0
-    out, err = capfd.readouterr()
-    first = [line for line in out.splitlines() if line.startswith("[0]")]
-    assert [line.split()[2] for line in first] == ["0", "1", "2"]
-    assert len({line.split()[3] for line in first}) == 3
-    assert "Worker 0 of 2 ended with code 3" in err
-    assert "Starting all workers again: restart 1 of 5." in err
-    assert "Worker 1 of 2 ended with code 3" in err
-    assert "restart 2 of 5" in err
+        """
+    code, out, err = run(script, tmp_path, grace=0.1, workers=2, restarts=5)
+    assert code == 0
+    first = [line.split() for line in out.splitlines() if line.startswith("[0]")]
+    assert [words[2] for words in first] == ["0", "1", "2"]
+    assert len({words[3] for words in first}) == 3
+    said = [
+        "Worker 0 of 2 ended with code 3",
+        "Starting all workers again: restart 1 of 5.",
+        "Worker 1 of 2 ended with code 3",
+        "restart 2 of 5",
+    ]
+    assert sorted(said, key=err.find) == said
+    assert all(text in err for text in said)
     assert "restart 3" not in err
 
 
@@ -236,33 +234,26 @@ def when(path: Path, lines: int, then: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-READY = """
-with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()}\\n")
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on_and_nothing_is_restarted(
-    write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    run: Run, tmp_path: Path, number: signal.Signals
 ) -> None:
-    script = write(
-        f"""
+    expected = 0 if number == signal.SIGUSR1 else 128 + number
+    before = signal.getsignal(number)
+    place = tmp_path / "ready"
+    thread = when(place, 2, lambda: os.kill(os.getpid(), number))
+    script = f"""
         def stop(received, frame):
             print("got", signal.Signals(received).name)
-            sys.exit({0 if number == signal.SIGUSR1 else 128 + number})
+            sys.exit({expected})
         signal.signal({number}, stop)
+        ready()
+        time.sleep(600)
         """
-        + READY.replace("\n", "\n        ")
-        + "time.sleep(600)"
-    )
-    ready = tmp_path / "ready"
-    before = signal.getsignal(number)
-    thread = when(ready, 2, lambda: os.kill(os.getpid(), number))
-    code = launch(script, [str(ready)], workers=2, restarts=3)
+    code, out, err = run(script, place, workers=2, restarts=3)
     thread.join()
     assert signal.getsignal(number) is before
-    assert code == (0 if number == signal.SIGUSR1 else 128 + number)
-    out, err = capfd.readouterr()
+    assert code == expected
     assert sorted(out.split("\n")) == ["", f"[0] got {number.name}", f"[1] got {number.name}"]
     assert err == f"[launch] Interrupted: {number.name} was passed on to all workers.\n"
 
@@ -284,12 +275,9 @@ def test_workers_end_when_nobody_reads_what_they_print(write: Write) -> None:
     assert "restart" not in said
 
 
-def test_a_line_without_an_end_is_passed_on_in_pieces(
-    write: Write, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = write("sys.stdout.write('x' * 1_000_000); sys.exit(3)")
-    assert launch(script, workers=1) == 3
-    out, err = capfd.readouterr()
+def test_a_line_without_an_end_is_passed_on_in_pieces(run: Run) -> None:
+    code, out, err = run("sys.stdout.write('x' * 1_000_000); sys.exit(3)", workers=1)
+    assert code == 3
     pieces = [line.removeprefix("[0] ") for line in out.splitlines()]
     assert [len(piece) for piece in pieces[:-1]] == [1 << 16] * (len(pieces) - 1)
     assert "".join(pieces) == "x" * 1_000_000
@@ -297,73 +285,43 @@ def test_a_line_without_an_end_is_passed_on_in_pieces(
 
 
 def test_workers_that_do_not_listen_to_a_signal_are_stopped(
-    write: Write,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_SIGNAL_GRACE", 0.3)
-    script = write("signal.signal(signal.SIGTERM, signal.SIG_IGN)" + READY + "time.sleep(600)")
-    ready = tmp_path / "ready"
-    thread = when(ready, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert launch(script, [str(ready)], workers=2) == 128 + signal.SIGTERM
+    place = tmp_path / "ready"
+    thread = when(place, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)"
+    code, _, err = run(script, place, workers=2)
     thread.join()
-    assert "; stopped 30 s later: worker 0, 1." in capfd.readouterr().err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ready.read_text().split())
+    assert code == 128 + signal.SIGTERM
+    assert "; stopped 30 s later: worker 0, 1." in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in place.read_text().split())
 
 
-def gone(pids: list[str]) -> bool:
-    """Whether all of the processes have ended; those that nobody waited for count as ended."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        states = [
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            for pid in pids
-            if Path(f"/proc/{pid}").exists()
-        ]
-        if all(state == "Z" for state in states):
-            return True
-        time.sleep(0.05)
-    return False
+def state_of(pid: str) -> str:
+    """Returns the state of a process in /proc; Z, that of one that has ended, if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
-@linux_only
-def test_no_worker_and_no_child_of_one_is_left(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Children of a worker too; and the workers of a launcher that was killed itself."""
-    monkeypatch.setattr(launch_module, "_GRACE", 0.1)
-    script = write(
-        """
+def test_no_worker_and_no_child_of_one_is_left(run: Run, tmp_path: Path) -> None:
+    script = """
         import subprocess
         child = subprocess.Popen(["sleep", "600"])
         with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()}\\n{child.pid}\\n")
-        while True:
-            time.sleep(0.05)
-            if me == 1 and len(open(sys.argv[1]).read().split()) >= 4 and len(sys.argv) == 2:
-                sys.exit(1)
+        while me == 0 or len(open(sys.argv[1]).read().split()) < 4: time.sleep(0.05)
+        sys.exit(1)
         """
-    )
-    ready = tmp_path / "ready"
-    assert launch(script, [str(ready)], workers=2) == 1
-    assert gone(ready.read_text().split())
-
-    again = tmp_path / "again"
-    command = [sys.executable, "-m", "tfmultigpu", "launch", script, str(again), "stay"]
-    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    when(again, 4, launcher.kill).join()
-    assert launcher.wait() == -signal.SIGKILL
-    workers = again.read_text().split()
-    children = [workers[place] for place in (1, 3)]
-    assert gone([workers[0], workers[2]])
-    for pid in children:  # Of a worker that is killed nobody can end the children.
-        os.kill(int(pid), signal.SIGKILL)
-
-
-def test_the_command_line(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
-    wrong = ["launch", "--workers", "2", "no.py"]
-    assert command_line.main(wrong) == 2
-    assert "ClusterError: There is no such script. Received: 'no.py'" in capfd.readouterr().err
+    place = tmp_path / "ready"
+    code, _, _ = run(script, place, grace=0.1, workers=2)
+    assert code == 1
+    deadline = time.monotonic() + 60
+    pids = place.read_text().split()
+    while any(state_of(pid) != "Z" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_launcher_itself_needs_no_tensorflow(write: Write) -> None:

@@ -30,8 +30,8 @@ def hold(
     problems: Sequence[str | None] = (),
     late: float = 0.0,
     timeout: float = 20.0,
-) -> tuple[list[Result], float]:
-    """Returns each worker's connections or error, and the seconds; a thread is a worker."""
+) -> list[Result]:
+    """Returns each worker's connections or error; a thread is a worker."""
 
     def worker(place: int) -> Result:
         time.sleep(late * place)
@@ -44,7 +44,8 @@ def hold(
     start = time.monotonic()
     with ThreadPoolExecutor(len(clusters)) as threads:
         results = list(threads.map(worker, range(len(clusters))))
-    return results, time.monotonic() - start
+    assert time.monotonic() - start < 60.0  # The default of `startup_timeout`.
+    return results
 
 
 def alike(count: int) -> list[Cluster]:
@@ -62,7 +63,7 @@ def close(results: Sequence[Result]) -> None:
 @pytest.mark.parametrize("late", [0.0, 0.5])
 def test_all_meet_and_their_ports_are_free(late: float) -> None:
     clusters = alike(4)
-    results, _ = hold(clusters, late=late)
+    results = hold(clusters, late=late)
     assert [sorted(result) for result in results] == [[1, 2, 3], [0], [0], [0]]
     for cluster in clusters:
         listen(cluster).close()
@@ -72,24 +73,22 @@ def test_all_meet_and_their_ports_are_free(late: float) -> None:
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_missing_worker_is_named(absent: int) -> None:
     clusters = alike(3)
-    results, seconds = hold([c for c in clusters if c.index != absent], timeout=1.5)
+    results = hold([c for c in clusters if c.index != absent], timeout=1.5)
     for result in results:
         assert f"worker {absent} of 3 at {clusters[absent].address}" in result
         assert "did not come within 1.5 s" in result
-    assert seconds < 15.0
 
 
 def test_workers_that_differ_see_both_values() -> None:
-    results, seconds = hold(alike(3), cards=[{"version": v} for v in "112"])
+    results = hold(alike(3), cards=[{"version": v} for v in "112"])
     for result in results:
         assert "The workers disagree about version: worker 0 has 1, worker 2 has 2." in result
-    assert seconds < 10.0
 
 
 def test_two_first_workers_name_each_other() -> None:
     addresses = free_addresses(2)
     clusters = [Cluster(addresses, 0), Cluster(addresses[::-1], 0)]
-    results, _ = hold(clusters, timeout=1.5)
+    results = hold(clusters, timeout=1.5)
     assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[1]}. " in results[0]
     assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[0]}. " in results[1]
 
@@ -98,17 +97,16 @@ def test_two_first_workers_name_each_other() -> None:
 def test_a_worker_that_cannot_start_tells_the_others(place: int) -> None:
     problems: list[str | None] = [None, None, None]
     problems[place] = "TensorFlow started too early"
-    results, seconds = hold(alike(3), problems=problems)
+    results = hold(alike(3), problems=problems)
     for result in results:
         assert f"worker {place} of 3 at " in result
         assert "cannot start: TensorFlow started too early" in result
-    assert seconds < 15.0
 
 
 def test_a_taken_port_is_told_to_all() -> None:
     clusters = alike(2)
     with socket.create_server(split_address(clusters[1].address or "")):
-        results, _ = hold(clusters)
+        results = hold(clusters)
     for result in results:
         assert "worker 1 of 2" in result
         assert "is taken by another program" in result
@@ -129,7 +127,7 @@ def test_the_same_worker_twice_is_told() -> None:
             "tfmultigpu.addons.workers.meeting.listen",
             lambda cluster: free if cluster is twin else listen(cluster),
         )
-        results, _ = hold([clusters[0], clusters[1], twin], timeout=5.0)
+        results = hold([clusters[0], clusters[1], twin], timeout=5.0)
     assert any("Two processes say that they are worker 1." in result for result in results)
     assert all(isinstance(result, str) for result in results)
 
@@ -155,7 +153,7 @@ def test_strangers_are_ignored_and_another_program_is_named() -> None:
                 break
 
     threading.Thread(target=disturb).start()
-    results, _ = hold(clusters, late=1.0)
+    results = hold(clusters, late=1.0)
     close(results)
 
     def answer(server: socket.socket) -> None:
@@ -167,7 +165,7 @@ def test_strangers_are_ignored_and_another_program_is_named() -> None:
     worker = alike(2)[1]
     with socket.create_server(split_address(worker.workers[0])) as server:
         threading.Thread(target=answer, args=(server,), daemon=True).start()
-        (result,), _ = hold([worker], timeout=0.5)
+        (result,) = hold([worker], timeout=0.5)
         server.shutdown(socket.SHUT_RDWR)
     assert "another program answers there" in result or "reset by peer" in result
 
@@ -183,7 +181,7 @@ def test_a_call_that_reaches_itself_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ends_are_passed_on_in_their_order() -> None:
     clusters = alike(3)
-    results, _ = hold(clusters)
+    results = hold(clusters)
     ends = [Ends(index, result) for index, result in enumerate(results)]
     assert ends[0].wait(0.05) == {}
     ends[2].leave(FINISHED)
@@ -191,13 +189,14 @@ def test_ends_are_passed_on_in_their_order() -> None:
     for channel in results[1].values():
         with socket.socket(fileno=os.dup(channel.fileno())) as connection:
             connection.shutdown(socket.SHUT_RDWR)  # As after kill -9.
-    deadline = time.monotonic() + 20.0
-    while len(ends[0].wait(0.0)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert list(ends[0].wait(0.0).items()) == [(2, FINISHED), (1, BROKEN_OFF)]
+
+    def wait_for(worker: int, other: int) -> list[tuple[int, str]]:
+        deadline = time.monotonic() + 20.0
+        while other not in ends[worker].wait(0.0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return list(ends[worker].wait(0.0).items())
+
+    assert wait_for(0, 1) == [(2, FINISHED), (1, BROKEN_OFF)]
     ends[0].leave("it ended with ValueError: no")
-    deadline = time.monotonic() + 20.0
-    while 0 not in ends[2].wait(0.0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ends[2].wait(0.0)[0] == "it ended with ValueError: no"
+    assert (0, "it ended with ValueError: no") in wait_for(2, 0)
     close(results)

@@ -1,59 +1,38 @@
-"""Trains as one of several workers, is killed where the command line says, and goes on."""
+"""Runs a program of tests/faults as a worker, which gets a signal where the command line says."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+import programs
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.process_state import process_state
 
-folder = Path(sys.argv[1])
-# Which worker gets which signal before which step, for each attempt.
-deaths = [tuple(map(int, one.split("@"))) for one in sys.argv[2:]]
+folder, *deaths = sys.argv[1:]
+# Which worker gets which signal after which step, for each attempt.
 attempt = int(os.environ.get("TFMULTIGPU_ATTEMPT", "0"))
-victim, last, number = deaths[attempt] if attempt < len(deaths) else (-1, -1, -1)
+victim, last, number = map(int, [*deaths, "-1@0@0", "-1@0@0"][attempt].split("@"))
+worker = tmg.workers.cluster_from_environment().index
 
-strategy = tmg.create_strategy()
-link = process_state.cluster
-me = 0 if link is None else link.index
-rng = np.random.default_rng(0)
-x, y = rng.normal(size=(70, 6)).astype("float32"), rng.integers(0, 3, 70)
-keras.utils.set_random_seed(1)
-with strategy.scope():
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh"),
-            layers.BatchNormalization(synchronized=True),
-            layers.Dropout(0.3),
-            layers.Dense(3, "softmax"),
-        ]
-    )
-    optimizer = keras.optimizers.Adam(0.01)
-step = tmg.make_train_step(model, optimizer, "sparse_categorical_crossentropy", strategy)
-data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(70, seed=3).batch(8)
-checkpoints = tmg.Checkpoints(folder / "checkpoints", train_step=step, data=data)
-restored, first = checkpoints.restore(), True
-for _ in checkpoints.epochs(2):
-    for batch in checkpoints.data:
-        if me == victim and checkpoints.step == last:
+
+class Checkpoints(tmg.Checkpoints):
+    """Says where a run begins, and where it ends for the victim."""
+
+    def restore(self) -> int | None:
+        restored = super().restore()
+        print("BEGINS", attempt, restored, flush=True)
+        return restored
+
+    def after_step(self, *arguments: Any) -> None:
+        super().after_step(*arguments)
+        if worker == victim and self.step == last:
             os.kill(os.getpid(), number)
-        loss = float(step(batch)["loss"])
-        if me == 0 and first:
-            with (folder / "first steps").open("a") as file:
-                file.write(f"{attempt} {restored}\n")
-        first = False
-        checkpoints.after_step()
-        if checkpoints.step % 3 == 0:
-            checkpoints.save()
-values = [np.asarray(variable) for variable in model.variables + optimizer.variables]
-digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
-print(f"RESULT {checkpoints.step} {loss!r} {digest}")
+
+
+tmg.Checkpoints = Checkpoints
+print("RESULT", programs.train("loop", folder))

@@ -166,7 +166,9 @@ class Program:
     @contextmanager
     def tracing_model(self, rows: Rows) -> Iterator[None]:
         """Enters, on a replica, the contexts in which the code of the user is traced."""
-        with short_sums(), standing_at(rows), ExitStack() as contexts:
+        with ExitStack() as contexts:
+            contexts.enter_context(short_sums())
+            contexts.enter_context(standing_at(rows))
             for feature in self.features:
                 contexts.enter_context(feature.around_model(rows))
             yield

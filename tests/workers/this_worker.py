@@ -1,0 +1,47 @@
+"""Two workers, and what a function asks that tests call on them, or in their own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from law import worker_functions
+from law.processes import WorkerRaised, pool
+
+from tfmultigpu.strategies.process_state import process_state
+
+WITHIN = 600.0  # Seconds of a call, for what hangs; other tests may need the processors too.
+
+
+def strategy() -> tf.distribute.Strategy:
+    """Returns the strategy over the workers; in the process of the tests that of one device."""
+    return worker_functions._joined.get("strategy") or tf.distribute.get_strategy()
+
+
+def index() -> int:
+    return 0 if process_state.cluster is None else process_state.cluster.index
+
+
+def pair_of(join: Callable[[], int], replicas: int) -> Iterator[Callable[..., list[Any]]]:
+    """Yields a function that calls another on two workers at once, until both have answered."""
+    workers = pool().cluster(2)
+
+    def call_both(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        results: list[Any] = []
+        errors: list[Exception] = []
+        for worker in workers:
+            worker.begin(function, *arguments)
+        for worker in workers:
+            try:
+                results.append(worker.result(WITHIN))
+            except (AssertionError, WorkerRaised) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    assert call_both(join) == [replicas] * 2
+    yield call_both
+    for worker in workers:
+        worker.end()
