@@ -94,9 +94,9 @@ def test_tensors_that_differ_in_rows_are_named_by_their_counts(traced: bool) -> 
     assert isinstance(error, DataError)
     assert str(error) == (
         "The tensors of a batch differ in their number of rows (their first axis), so features "
-        "and labels would be paired wrongly. Check the dataset before .batch(). If each example "
-        "has k rows of another kind, give them an axis of their own: tf.reshape(u, [rows, k, "
-        "...]). Received: rows 10, 5, 5."
+        "and labels would be paired wrongly. Make batches of single examples, dataset.batch(n), or "
+        "check what comes before .batch(). If each example has k rows of another kind, give them "
+        "an axis of their own: tf.reshape(u, [rows, k, ...]). Received: rows 10, 5, 5."
     )
 
 

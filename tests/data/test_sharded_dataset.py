@@ -175,9 +175,9 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
     next(iterator)
     assert text_of(lambda: next(iterator)) == (
         "The tensors of a batch differ in their number of rows (their first axis), so features "
-        "and labels would be paired wrongly. Check the dataset before .batch(). If each example "
-        "has k rows of another kind, give them an axis of their own: tf.reshape(u, [rows, k, "
-        "...]). Received: rows 5, 1."
+        "and labels would be paired wrongly. Make batches of single examples, dataset.batch(n), or "
+        "check what comes before .batch(). If each example has k rows of another kind, give them "
+        "an axis of their own: tf.reshape(u, [rows, k, ...]). Received: rows 5, 1."
     )
 
 

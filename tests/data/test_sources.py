@@ -190,8 +190,8 @@ def test_a_later_batch_of_another_type_is_not_rounded() -> None:
 def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
     assert text_of(iterator) == (
         "An iterator can be read once, and inspecting it would lose batches. Received: "
-        f"{type(iterator).__name__}. Give the function that makes it: write "
-        "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
+        f"{type(iterator).__name__}. Give its function, make_batches, not "
+        "make_batches()."
     )
     assert next(iterator).shape == (2,)
 
@@ -304,3 +304,4 @@ def test_a_py_dataset_without_batches(kind: type[Counting]) -> None:
 def test_batches_need_no_batch_size(data: Any) -> None:
     text = text_of(data, batch_size=8)
     assert re.match(r"batch_size is for arrays, and a \w+ yields batches by itself\. ", text)
+    assert re.search(r"Leave batch_size out of this call\..* add \.batch\(8\) in the line", text)

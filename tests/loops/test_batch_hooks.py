@@ -282,8 +282,8 @@ def test_callbacks_come_as_one_a_generator_or_a_list_of_keras(warm: Any) -> None
 
 def test_refused_callbacks(warm: Any, tmp_path: Path) -> None:
     for callback, error, words in (
-        (callbacks.BackupAndRestore(tmp_path), tmg.errors.LossError,
-         r"only Keras' own fit.*callbacks=\[tmg\.Checkpoints\("),
+        (callbacks.BackupAndRestore(tmp_path), tmg.errors.CheckpointError,
+         r"only Keras' own fit.*tmg\.Checkpoints\(.*restore\(\), and callbacks=\["),
         (3, TypeError, r"must be a keras\.callbacks\.Callback\. Received: 3 in"),
     ):  # fmt: skip
         for call in (tmg.fit, tmg.evaluate, tmg.predict):

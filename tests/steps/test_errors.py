@@ -91,7 +91,7 @@ def test_what_was_made_elsewhere() -> None:
         (lambda: make(called_outside(strategy), optimizer, "mse"), ScopeError,
          (outside.format("model"),)),
         (lambda: make(model, SGD(0.1), "mse"), ScopeError,
-         (outside.format("optimizer"), r"scope\(\):\n        optimizer = \.\.\.")),
+         (outside.format("optimizer"), r"optimizer = \.\.\.  # or model\.compile\(\.\.\.\)")),
         (lambda: make(model, known, "mse"), ScopeError,
          (r"built for other variables\.", model.trainable_variables[0].path,
           r"Create a new one in strategy\.scope\(\)",
@@ -174,13 +174,8 @@ def test_losses_and_labels_that_do_not_fit() -> None:
     both = {"kind": X[:, :3], "size": X[:, :1]}
     over_rows = lambda t, p: tf.reduce_mean(tf.square(t - p), axis=0)  # noqa: E731
     for build, loss, y, text in (
-        (classifier, None, Y, "no loss was given and no layer adds one"),
-        (
-            classifier,
-            ["mse", "mae"],
-            X[:, :3],
-            "one output, and the losses do not fit",
-        ),
+        (classifier, None, Y, r"no loss was given and no layer adds one.*model\.compile\(loss="),
+        (classifier, ["mse", "mae"], X[:, :3], "one output, and the losses do not fit"),
         (classifier, over_rows, X[:, :3], r"Received: shape \(3,\) from "),
         (
             two_heads,
@@ -217,6 +212,8 @@ def test_what_is_no_batch(step: Any) -> None:
     ):
         with refused((DataError, LossError), text):
             step(batch)
+    with pytest.raises(ValueError, match=r"Of single examples make a batch: dataset\.batch\("):
+        step((X[0], Y[:1]))
     (known,) = tmg.distribute_dataset((X, Y), step.strategy, batch_size=16)
     with refused(DataError, r"call step\(next\(iterator\)\)"):  # Its rows are not known there.
         tf.function(lambda shards: step(shards))(known)

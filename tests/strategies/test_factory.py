@@ -106,7 +106,7 @@ def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFix
     assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
     assert short(strategy.extended.worker_devices) == ["CPU:0"]
     (record,) = caplog.records
-    assert record.getMessage().startswith("No GPU. Training runs on CPU:0. No more GPUs: ")
+    assert record.getMessage().startswith("Training runs on CPU:0, without a GPU: ")
 
 
 @each("value", ["", "-1", "7"])

@@ -51,9 +51,9 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> Non
     with pytest.raises(tmg.ScopeError) as caught:
         CALLS[call](model)
     assert str(caught.value) == (
-        f"{call} would run on one device: no strategy was given, and the model was created outside "
-        "the scope of every strategy. Received: MirroredStrategy with 2 replica(s) from "
-        "tmg.create_strategy. Pass strategy=strategy, and create the model in its scope:\n"
+        f"{call} would run on one device: it got no strategy, and no model created in the scope of "
+        "one. Received: MirroredStrategy with 2 replica(s) from tmg.create_strategy, unused. "
+        "Create the model in its scope, and give steps and distribute_dataset the strategy:\n"
         "    with strategy.scope():\n        model = ...\nTo run on one device, use "
         'tmg.create_strategy(prefer="one_device") in the same way.'
     )
@@ -138,9 +138,9 @@ def test_notes_do_not_keep() -> None:
 
 ANOTHER = (
     "The model was created in the scope of another strategy than the one given. Received: variable "
-    "{name!r} of the model, on MirroredStrategy with 2 replica(s), and {given}. Pass the strategy "
-    "in whose scope the model was created, strategy=strategy; or create the model again in its "
-    "scope, also after a notebook cell has made the strategy anew:\n"
+    "{name!r} of the model, on MirroredStrategy with 2 replica(s), and {given}. Pass that "
+    "strategy, strategy=strategy; or create the model in the scope, again if a notebook cell has "
+    "made the strategy anew:\n"
     "    with strategy.scope():\n        model = ..."
 )
 
@@ -171,7 +171,7 @@ def test_the_strategy_was_not_given() -> None:
 )
 def test_neither_the_model_nor_the_call_is_on_a_strategy(make: Callable[[Any], Any]) -> None:
     strategy, model = two(), build()
-    with pytest.raises(tmg.ScopeError, match=r"Pass strategy=strategy, and create"):
+    with pytest.raises(tmg.ScopeError, match="Create the model in its scope, and give steps"):
         make(model)
     del strategy
     make(model)  # Nobody holds it.

@@ -16,8 +16,9 @@ NO_ROWS = (
 )
 ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis), so features and "
-    "labels would be paired wrongly. Check the dataset before .batch(). If each example has k rows "
-    "of another kind, give them an axis of their own: tf.reshape(u, [rows, k, ...]). Received: rows"
+    "labels would be paired wrongly. Make batches of single examples, dataset.batch(n), or check "
+    "what comes before .batch(). If each example has k rows of another kind, give them an axis of "
+    "their own: tf.reshape(u, [rows, k, ...]). Received: rows"
 )
 NOT_ROWS = (
     "gather_rows takes one row per example of this replica, and this tensor has another number of "

@@ -102,7 +102,7 @@ def distribute_dataset(
         if batch_size is None:
             raise DataError(
                 "preprocess takes single examples, of which global batches are formed. Received: "
-                "batch_size=None. Write tmg.distribute_dataset(source, batch_size=64, "
+                "batch_size=None. Write tmg.distribute_dataset(source, strategy, batch_size=64, "
                 "preprocess=f)."
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)

@@ -21,8 +21,7 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
             "An iterator can be read once, and inspecting it would lose batches. Received: "
-            f"{type(data).__name__}. Give the function that makes it: write "
-            "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
+            f"{type(data).__name__}. Give its function, make_batches, not make_batches()."
         )
     is_dataset = isinstance(data, tf.data.Dataset)
     passes: Any = None
@@ -35,15 +34,15 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
         if batch_size is None:
             raise DataError(
                 "Arrays need the size of a global batch. Received: batch_size=None. Write "
-                "tmg.distribute_dataset((x, y), batch_size=64)."
+                "tmg.distribute_dataset((x, y), strategy, batch_size=64)."
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
         return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
     if batch_size is not None:
         raise DataError(
             f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself. "
-            f"Received: batch_size={batch_size}. Leave it out, and yield global batches: "
-            "dataset.batch(batch_size)."
+            f"Received: batch_size={batch_size}. Leave batch_size out of this call. If the data "
+            f"has single examples, add .batch({batch_size}) in the line that makes the dataset."
         )
     if isinstance(data, tf.data.Dataset):
         return data

@@ -79,14 +79,13 @@ class BatchFunction:
         leaves = [leaf for shard in local for leaf in shard]
         kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
         key = _structure_key(structure), offsets is None, tuple(kinds)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
         present = [leaf for leaf in leaves if leaf is not None]
         further = [] if offsets is None else [offsets]
         with explaining_failures(
             self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
         ):
+            if (compiled := self._compiled.get(key)) is None:
+                compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
             return compiled(*present, *further)
 
     def spec_of(self, batch: Any) -> Any:
@@ -210,10 +209,9 @@ def _tensors(leaves: list[Any]) -> list[Any]:
         if array is not None and tf.TensorShape(array.shape).rank == 0:
             raise DataError(
                 "A batch is a tensor or a tuple or dict of tensors with rows. Received: "
-                f"{type(leaf).__name__} {leaf!r} inside it. Give one element of "
-                "tmg.distribute_dataset(dataset), where dataset has batches of examples: "
-                "dataset.batch(global_batch_size). A value that is the same for all rows is read "
-                "by the model or the forward, not from the batch."
+                f"{type(leaf).__name__} {leaf!r} inside it. Give an element of "
+                "tmg.distribute_dataset(dataset.batch(global_batch_size), strategy). A value that "
+                "is the same for all rows is read by the model or the forward, not from the batch."
             )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]

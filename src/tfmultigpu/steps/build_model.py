@@ -58,7 +58,8 @@ def _build(model: Any, batch_spec: Any) -> None:
     except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
         raise ScopeError(
             f"The model has no variables yet and could not be built from the batch: {error} "
-            f"Received: model {model.name!r}, batch {batch_spec}. Build it inside the scope: with "
+            f"Received: model {model.name!r}, batch {batch_spec}, whose first axis is examples: "
+            "dataset.batch(global_batch_size). Or build it inside the scope: with "
             "strategy.scope(): model.build(input_shape)."
         ) from error
 

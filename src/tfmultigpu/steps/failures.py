@@ -37,9 +37,13 @@ def explaining_failures(
     except (
         tf.errors.ResourceExhaustedError, tf.errors.InvalidArgumentError, tf.errors.InternalError
     ) as error:  # fmt: skip
-        if (explained := _explain(error, strategy, count_rows)) is None:
+        if (explained := _explain(error, strategy, count_rows)) is error:
             raise
         raise explained from error
+    except ValueError as error:
+        if "shape" in str(error):  # Keras' check of the input of a layer.
+            error.add_note("Of single examples make a batch: dataset.batch(global_batch_size).")
+        raise
 
 
 def line_on_memory(message: str) -> str | None:
@@ -49,12 +53,11 @@ def line_on_memory(message: str) -> str | None:
     return next((line for line in lines if _NO_MEMORY.search(line)), None)
 
 
-def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception | None:
-    line = line_on_memory(error.message)
-    if isinstance(error, tf.errors.ResourceExhaustedError):
+def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:
+    """Returns the error for the user; the same one if it speaks for itself."""
+    line, exhausted = line_on_memory(error.message), tf.errors.ResourceExhaustedError
+    if isinstance(error, exhausted) or (isinstance(error, tf.errors.InternalError) and line):
         return _out_of_memory(line or error.message, strategy, count_rows)
-    if isinstance(error, tf.errors.InternalError) and line is not None:
-        return _out_of_memory(line, strategy, count_rows)
     if OTHER_ROWS in error.message:
         return LossError(OTHER_ROWS)
     if NOT_ROWS in error.message:
@@ -65,8 +68,7 @@ def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> E
             "aborts both, and whatever else adds so, until the process restarts. Restart, and make "
             "the strategies with tmg.create_strategy(devices=...), which avoids that."
         )
-    explained = as_data_error(error)
-    return None if explained is error else explained
+    return as_data_error(error)
 
 
 def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:

@@ -200,7 +200,8 @@ def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
 def _term_of_output(output: Output) -> LossTerm:
     if output.y_true is None:
         raise LossError(
-            f"There is a loss but no labels. Received: output {output.name!r}. Give batches (x, y) "
+            "There is a loss but no labels. Received: y=None"
+            f"{'' if output.name is None else f' of output {output.name!r}'}. Give batches (x, y) "
             "or (x, y, sample_weight), tuples, for a list is x alone; or, for a loss without "
             "labels, forward=f(model, batch, training)."
         )

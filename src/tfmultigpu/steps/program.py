@@ -166,9 +166,7 @@ class Program:
     @contextmanager
     def tracing_model(self, rows: Rows) -> Iterator[None]:
         """Enters, on a replica, the contexts in which the code of the user is traced."""
-        with ExitStack() as contexts:
-            contexts.enter_context(short_sums())
-            contexts.enter_context(standing_at(rows))
+        with short_sums(), standing_at(rows), ExitStack() as contexts:
             for feature in self.features:
                 contexts.enter_context(feature.around_model(rows))
             yield

@@ -198,8 +198,8 @@ class TrainStep(Program):
                 if not terms:
                     raise LossError(
                         "There is nothing to minimise: no loss was given and no layer adds one. "
-                        "Received: loss=None. Give make_train_step a loss, such as 'mse', or "
-                        "forward=."
+                        "Received: loss=None. For fit write model.compile(loss='mse') or another "
+                        "loss, for a step make_train_step(model, optimizer, 'mse'), or forward=f."
                     )
                 layout = Layout.of(terms)
                 targets = layout.targets(terms, total, rows.weight, factor)

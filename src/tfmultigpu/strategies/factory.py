@@ -101,7 +101,7 @@ def create_strategy(
     counted = devices is None or isinstance(devices, int)
     if counted and plan.kind != "tpu" and not facts.of_kind("GPU"):
         where = ", ".join(plan.devices)
-        _log.warning("No GPU. Training runs on %s. No more GPUs: %s", where, facts.no_more_gpus)
+        _log.warning("Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
     _log.info("%s", plan)
     names = [f"/device:{name}" for name in plan.devices]
     strategy: Strategy

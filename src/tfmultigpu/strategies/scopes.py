@@ -70,9 +70,9 @@ def refuse_one_device(function: str) -> None:
     """Refuses to run on one device while a strategy of several replicas lives."""
     if living := process_state.living_strategies():  # Which takes a while.
         raise ScopeError(
-            f"{function} would run on one device: no strategy was given, and the model was created "
-            f"outside the scope of every strategy. Received: {describe(living[0])} from "
-            "tmg.create_strategy. Pass strategy=strategy, and create the model in its scope:\n"
+            f"{function} would run on one device: it got no strategy, and no model created in the "
+            f"scope of one. Received: {describe(living[0])} from tmg.create_strategy, unused. "
+            "Create the model in its scope, and give steps and distribute_dataset the strategy:\n"
             "    with strategy.scope():\n"
             "        model = ...\n"
             'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
@@ -92,15 +92,15 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
             own = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)
             if own is None:
-                where, place = "outside the scope of the strategy", "on one device alone"
+                where, place, fix = "outside the scope of the strategy", "on one device", "Create"
             else:
                 where = "in the scope of another strategy than the one given"
                 place = f"on {describe(own)}"
+                fix = "Pass that strategy, strategy=strategy; or create"
             raise ScopeError(
                 f"The {what} was created {where}. Received: variable {name!r} of the {what}, "
-                f"{place}, and {describe(strategy)}. Pass the strategy in whose scope the {what} "
-                f"was created, strategy=strategy; or create the {what} again in its scope, also "
-                "after a notebook cell has made the strategy anew:\n"
+                f"{place}, and {describe(strategy)}. {fix} the {what} in the scope, "
+                "again if a notebook cell has made the strategy anew:\n"
                 "    with strategy.scope():\n"
-                f"        {what} = ..."
+                f"        {what} = ...{'  # or model.compile(...)' if what == 'optimizer' else ''}"
             )

@@ -182,8 +182,8 @@ def check_data(differences: Sequence[str], exchange: WorkerExchange) -> None:
     if exchange("the data of a checkpoint", [len(differences)]).any():
         raise CheckpointError(
             "The data differs from the data of the checkpoint. The run would train on some "
-            f"examples twice and skip others. Received: {', '.join(differences)}. Give the same "
-            "data and batch_size as before, or another directory to start over. Data that shuffles "
-            "by itself needs a function of the epoch, seeded by it: data=lambda epoch: "
-            "dataset.shuffle(n, seed=epoch).batch(size)."
+            f"examples twice and skip others. Received: {', '.join(differences)}. Give a shuffle a "
+            "seed, dataset.shuffle(n, seed=1), and the same data and batch_size as before, or "
+            "start in another directory. What shuffles by itself needs a function of the epoch: "
+            "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
         )

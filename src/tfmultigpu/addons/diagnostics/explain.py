@@ -189,7 +189,7 @@ def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Fin
         problem = redact(str(error), os.environ)
     except tf.errors.OpError as error:  # Its message may hold paths.
         problem = f"reading it fails with {type(error).__name__}."
-    change = f"dataset.batch({32 * replicas}): the batch of a replica, times the replicas"
+    change = f"dataset.batch({32 * replicas}), say: the global batch, 32 examples for each replica"
     if problem:
         what = f"The dataset has no batch for this strategy: {problem}"
         change = "tmg.distribute_dataset(dataset.batch(global_batch_size), strategy)"

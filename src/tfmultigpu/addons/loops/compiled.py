@@ -138,9 +138,8 @@ def compile_arguments(model: Any) -> Any:
     if not getattr(model, "compiled", False):
         raise LossError(
             "The model is not compiled, so it has no loss and metrics. Received: "
-            f"{type(model).__name__} {model.name!r}. In the scope, write model.compile(loss=..., "
-            "metrics=[...]). Or give loss and metrics to a step: tmg.fit(model, data, step="
-            "tmg.make_train_step(...)), or tmg.make_eval_step."
+            f"{type(model).__name__} {model.name!r}. Write with strategy.scope(): model.compile("
+            "'adam', loss='mse'), with your loss; or with a step tmg.fit(model, data, step=step)."
         )
     return _compat.compile_arguments(model)
 

@@ -17,7 +17,7 @@ from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.preprocessing import draw_seed
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import CheckpointError, LossError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -221,9 +221,10 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
                 "callbacks. Write callbacks=[EarlyStopping()], or [checkpoints.callback()]."
             )
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise LossError(
-                "BackupAndRestore resumes only Keras' own fit, and not exactly. Write callbacks="
-                "[tmg.Checkpoints(directory, model, model.optimizer).callback()]."
+            raise CheckpointError(
+                "BackupAndRestore resumes only Keras' own fit, and not exactly. Write checkpoints "
+                "= tmg.Checkpoints(directory, model, model.optimizer); checkpoints.restore(), and "
+                "callbacks=[checkpoints.callback()] in tmg.fit."
             )
         if isinstance(callback, keras.callbacks.TerminateOnNaN) and isinstance(step, ChainedStep):
             raise LossError(
