@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -44,15 +43,6 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files that start processes take longest: at the end, one of two cores would have no work left.
     items.sort(key=lambda item: "workers" not in f"{item.path.parent.name}/{item.path.name}")
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import tensorflow as tf
-
-    if not tf.config.list_physical_devices("GPU"):
-        skip = pytest.mark.skip(reason="needs a GPU that TensorFlow can see")
-        for item in marked:
-            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
@@ -80,23 +70,3 @@ def forgets_strategies_of_other_files(request: pytest.FixtureRequest) -> None:
     from tfmultigpu.strategies.process_state import process_state
 
     process_state.forget()
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Makes SIGINT a ``KeyboardInterrupt``, even if the tests run in the background.
-
-    A shell starts background processes with SIGINT ignored, and Python leaves that so.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def seed() -> int:
-    """Seed Python, NumPy and Keras, and return the seed."""
-    import keras
-
-    keras.utils.set_random_seed(20)
-    return 20

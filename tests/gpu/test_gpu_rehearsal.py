@@ -11,7 +11,6 @@ from gpu_checks.groups import GROUPS, run_check, run_group
 from gpu_checks.place import GIB, Place
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.plan import MachineInfo, choose
 
 TWO = Place("CPU", ("CPU:0", "CPU:1"), (12 * GIB, 4 * GIB))
 
@@ -31,7 +30,6 @@ def outcome(check: Callable[[Place], dict[str, Any]], place: Place = TWO) -> tup
         memory.out_of_memory_report,
         low_precision.float16_dynamic,
         replicas.sharded_variables,
-        replicas.layers_by_hand,
     ],
 )
 def test_a_check_passes_on_virtual_cpus(check: Callable[[Place], dict[str, Any]]) -> None:
@@ -62,16 +60,6 @@ def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> No
     status, error = outcome(low_precision.float16_dynamic)
     assert status == "failed"
     assert "an infinite gradient on the last replica was applied" in error
-
-
-def test_nccl_over_the_parts_of_one_gpu_would_fail() -> None:
-    parts = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0"}
-    plan = choose(MachineInfo(parts, nccl=True))
-    assert plan.devices == ("GPU:0", "GPU:1")
-    planning.judge_plan(plan)
-    whole = choose(MachineInfo(parts | {"GPU:1": "GPU:1"}, nccl=True))
-    with pytest.raises(AssertionError, match="nccl was chosen for parts of one device"):
-        planning.judge_plan(whole)
 
 
 def test_sharded_weights_are_judged_by_what_each_part_holds() -> None:
@@ -109,7 +97,7 @@ def test_micro_batches_are_judged_by_the_activations() -> None:
 
 
 def test_what_needs_a_gpu_is_not_run_and_says_so() -> None:
-    for check in (memory.growth, memory.limit, memory.limits_of_parts, memory.micro_batches):
+    for check in (memory.growth, memory.limit, memory.micro_batches):
         status, error = outcome(check)
         assert status == "not run"
         assert error.startswith("needs a GPU that TensorFlow can see: ")

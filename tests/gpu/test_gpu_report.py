@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from each import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,21 +41,6 @@ def timing(**values: Any) -> dict[str, Any]:
         "per_second": {"plain": 2000.0, "ours": 1990.0},
         "flops_per_unit": 24.6e9,
         "ratios": {"ours": 0.995},
-    } | values
-
-
-def record(**values: Any) -> dict[str, Any]:
-    return {
-        "date": "2026-01-01T00:00:00+00:00",
-        "command": "python benchmarks/run_gpu.py",
-        "rehearsal": False,
-        "machine": {"title": "tfmultigpu doctor: 1 of 1 GPU(s) in use by TensorFlow"},
-        "checks": [check()],
-        "benchmarks": [
-            {"name": "peak", "kind": "peak", "status": "passed", "flops_per_second": 5e14},
-            timing(),
-        ],
-        "seconds": 500,
     } | values
 
 
@@ -91,53 +76,6 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "report").exists()
 
 
-def test_a_process_that_dies_fails_what_it_did_not_come_to(runner: Any) -> None:
-    expected = {"expected": ["limit.limit", "limit.largest_batch"]}
-    done, other = check("limit.limit"), check("limit.largest_batch")
-    found = runner.missing("limit", [expected, done], "failed", "ended with -9")
-    assert found == [done, other | {"status": "failed", "seconds": 0.0, "error": "ended with -9"}]
-    assert runner.missing("limit", [expected, done, other], "failed", "") == [done, other]
-    (nothing,) = runner.missing("limit", [], "failed", "ended with 1: no tensorflow")
-    assert (nothing["name"], nothing["status"]) == ("limit", "failed")
-
-
-@each(
-    ("values", "said"),
-    [
-        ({"checks": [check(status="failed", error="x\nAssertionError: 9")]}, "AssertionError: 9"),
-        ({"benchmarks": [timing(ratios={"ours": 0.97})]}, "ours / plain is 0.970"),
-        (
-            {"benchmarks": [check("memory", kind="memory", share_of_activations=0.4)]},
-            "0.40 of the activations, the target is 0.3",
-        ),
-    ],
-)
-def test_what_fails_or_is_too_slow_or_too_large_is_missed(
-    runner: Any, values: dict[str, Any], said: str
-) -> None:
-    assert list(runner.missed(record())) == []
-    (line,) = runner.missed(record(**values))
-    assert said in line
-
-
-def test_every_part_has_a_place_in_the_order(runner: Any) -> None:
-    from gpu_checks.groups import GROUPS
-
-    assert set(runner.GROUPS) == set(GROUPS)
-    assert set(runner.ORDER) == {*GROUPS, *runner.CASES}
-    assert runner.ORDER[:3] == ("two_parts", "growth", "peak")
-    names = list(runner.CASES)
-    assert names[:3] == ["peak", "transformer-bfloat16-32", "resnet-bfloat16-256"]
-    resnets = [case for case in runner.CASES.values() if case.network == "resnet"]
-    assert {case.rows for case in resnets} == {64, 128, 256}
-    both = {(case.precision, case.xla) for case in resnets}
-    assert both == {
-        (precision, xla)
-        for precision in ("float32", "tf32", "float16", "bfloat16")
-        for xla in (True, False)
-    }
-
-
 def test_what_was_not_run_is_run_later_and_the_rest_is_kept(
     runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,3 +104,62 @@ def test_what_was_not_run_is_run_later_and_the_rest_is_kept(
     assert runner.main([*arguments, "--resume"]) == 0
     assert "There is nothing to resume: " in capsys.readouterr().err
     assert ran[4:] == ["peak", "limit", "resnet-tf32-256"]
+
+
+# Processes: one that dies or hangs costs its own only ---------------------------------------------
+
+
+def script(text: str) -> list[str]:
+    """A process that writes ``lines``, then does what ``text`` says."""
+    return [sys.executable, "-S", "-c", f"import os, sys, time\n{text}", "LINES"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent", "problem"),
+    [(0.5, 600.0, "took longer than 0 s"), (600.0, 0.5, "wrote nothing for 0 s")],
+)
+def test_a_process_that_hangs_is_ended_with_all_it_started(
+    runner: Any, tmp_path: Path, seconds: float, silent: float, problem: str
+) -> None:
+    pid = tmp_path / "pid"
+    both = (
+        f"child = os.fork()\nif child: open({str(pid)!r}, 'w').write(str(child))\ntime.sleep(600)"
+    )
+    parts = importlib.import_module("gpu.parts")
+    ended = parts.watched(script(both), seconds, silent)
+    assert ended.problem == problem
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    until = time.monotonic() + 60.0
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_checks_after_one_that_dies_run_in_another_process(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = importlib.import_module("gpu.parts")
+    commands: list[list[str]] = []
+
+    def watched(command: list[str], seconds: float) -> Any:
+        commands.append(command)
+        names = command[command.index("--only") + 1 :] if "--only" in command else ["a", "b", "c"]
+        lines: list[dict[str, Any]] = [{"expected": names}]
+        for name in names:
+            lines.append({"begun": name})
+            if name == "b":
+                return parts.Ended(lines, "ended with -6", "CUDA_ERROR_ILLEGAL_ADDRESS")
+            lines.append({"name": name, "status": "passed", "error": ""})
+        return parts.Ended(lines, "", "")
+
+    monkeypatch.setattr(parts, "watched", watched)
+    found = parts.run_part("limit", 100.0, True, tmp_path / "log")
+    assert [(one["name"], one["status"]) for one in found] == [
+        ("a", "passed"),
+        ("b", "failed"),
+        ("c", "passed"),
+    ]
+    assert found[1]["error"] == "CUDA_ERROR_ILLEGAL_ADDRESS\nended with -6"
+    assert len(commands) == 2
+    assert commands[1][-2:] == ["--only", "c"]
+    assert (tmp_path / "log").read_text().startswith("==== limit: ended with -6\nCUDA_ERROR")

@@ -12,8 +12,6 @@ from typing import Any
 from gpu_checks import low_precision, memory, planning, replicas
 from gpu_checks.place import GIB, NeedsGpu, Place, grown, limited, split
 
-__all__ = ["GROUPS", "Group", "Result", "run_check", "run_group"]
-
 Check = Callable[[Place], dict[str, Any]]
 
 
@@ -56,7 +54,6 @@ GROUPS: dict[str, Group] = {
             memory.growth,
             planning.doctor,
             memory.micro_batches,
-            replicas.xla_alone,
             replicas.gpu_against_cpu,
         ),
     ),
@@ -72,13 +69,10 @@ GROUPS: dict[str, Group] = {
             replicas.synchronized_batch_normalization,
             replicas.sharded_update,
             replicas.sharded_variables,
-            replicas.layers_by_hand,
             replicas.dropout_draws,
             replicas.checkpoints_cross_over,
             low_precision.float16_dynamic,
-            low_precision.bfloat16,
             memory.out_of_memory_report,
-            memory.limits_of_parts,
             memory.sharded_variables,
             replicas.xla,
             # Last: what cuDNN chose for a shape it keeps, and may keep with TF32.
@@ -92,7 +86,6 @@ GROUPS: dict[str, Group] = {
             planning.shares_by_memory,
             replicas.four_parts,
             replicas.sharded_variables,
-            memory.limits_of_parts,
         ),
     ),
 }

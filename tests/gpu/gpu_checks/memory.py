@@ -6,7 +6,6 @@ machine at hand gives.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +15,6 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from gpu_checks.place import GIB, Place, used_memory
-
-__all__ = [
-    "growth",
-    "judge_growth",
-    "judge_limit",
-    "judge_micro_batches",
-    "judge_parts",
-    "judge_sharded",
-    "largest_batch",
-    "limit",
-    "limits_of_parts",
-    "micro_batches",
-    "out_of_memory_report",
-    "sharded_variables",
-]
 
 # A CUDA context with the kernels of TensorFlow, cuBLAS and cuDNN; no tensor of ours.
 CONTEXT = 3 * GIB
@@ -84,37 +68,6 @@ def judge_limit(before: int, used: int, after: int, allowed: int, refused: bool)
     for taken in (used - before, after - before):
         assert taken <= allowed + CONTEXT, f"{taken} bytes taken, the limit is {allowed}"
     assert used - before >= 0.45 * allowed, f"{used - before} bytes taken for half of {allowed}"
-
-
-def limits_of_parts(place: Place) -> dict[str, Any]:
-    """What the largest part holds the smallest refuses, and the driver sees no more than both."""
-    place.need_gpu("TensorFlow cannot limit the memory of a CPU")
-    small, large = min(place.limits), max(place.limits)
-    size = small + small // 4  # Well below what the largest has: others left their traces there.
-    gc.collect()
-    smallest = place.devices[place.limits.index(small)]
-    largest = place.devices[place.limits.index(large)]
-    refused = False
-    with tf.device(largest):
-        _wait(tf.ones([size // 4], tf.float32))
-    with tf.device(smallest):
-        try:
-            _wait(tf.ones([size // 4], tf.float32))
-        except tf.errors.ResourceExhaustedError:
-            refused = True
-        _wait(tf.ones([small // 8], tf.float32))
-    used = used_memory()
-    judge_parts(place.used_before, used, place.limits, size, refused)
-    return {"tensor": size, "before": place.used_before, "with_all_parts": used}
-
-
-def judge_parts(
-    before: int, used: int, limits: tuple[int, ...], tensor: int, refused: bool
-) -> None:
-    """Raises AssertionError where the limits of parts did not hold."""
-    assert refused, f"a tensor of {tensor} bytes was made on a part of {min(limits)}"
-    taken = used - before
-    assert taken <= sum(limits) + CONTEXT, f"{taken} bytes taken, the limits are {limits}"
 
 
 def largest_batch(place: Place) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 
-__all__ = ["GIB", "NeedsGpu", "Place", "grown", "limited", "split", "used_memory"]
-
 GIB = 1024**3
 NO_GPU = "needs a GPU that TensorFlow can see"
 

@@ -10,14 +10,6 @@ import numpy as np
 import tfmultigpu as tmg
 from gpu_checks.place import Place
 
-__all__ = [
-    "communication",
-    "doctor",
-    "judge_plan",
-    "names_of_parts",
-    "shares_by_memory",
-]
-
 
 def names_of_parts(place: Place) -> dict[str, Any]:
     """The parts are numbered, all on one physical device, and TensorFlow starts just these."""

@@ -19,21 +19,6 @@ import tfmultigpu as tmg
 from gpu_checks.place import Place
 from gpu_checks.trainings import apart, batches, trained_on, training
 
-__all__ = [
-    "checkpoints_cross_over",
-    "dropout_draws",
-    "exact_with_tf32",
-    "exact_without_tf32",
-    "four_parts",
-    "gpu_against_cpu",
-    "layers_by_hand",
-    "sharded_update",
-    "sharded_variables",
-    "synchronized_batch_normalization",
-    "xla",
-    "xla_alone",
-]
-
 EXACT, TF32 = 1e-5, 5e-3
 
 
@@ -102,22 +87,6 @@ def gpu_against_cpu(place: Place) -> dict[str, Any]:
     return facts
 
 
-def xla_alone(place: Place) -> dict[str, Any]:
-    """The replica phase compiled by XLA on the whole GPU, against the same without XLA.
-
-    XLA puts other kernels in place of cuDNN's and reorders sums: 1e-4.
-    """
-    with_tf32(False)
-    data = batches(24, 17, 24)
-    plain = trained_on(place.devices[0], data)
-    compiled = trained_on(place.devices[0], data, step={"jit_compile": True})
-    weights = apart(compiled["model"], plain["model"])
-    losses = float(np.max(np.abs(np.array(compiled["losses"]) - np.array(plain["losses"]))))
-    facts = {"allowed": 1e-4, "weights": weights, "losses": losses}
-    assert max(weights, losses) <= 1e-4, f"XLA gives something else: {facts}"
-    return facts
-
-
 def sharded_update(place: Place) -> dict[str, Any]:
     """Each variable updated on one part and copied to the others: the weights of one device."""
     return _hold(place, training, EXACT, tf32=False, shares=place.limits, shard_update=True)
@@ -135,35 +104,6 @@ def sharded_variables(place: Place) -> dict[str, Any]:
             return training()
 
     return _hold(place, build, EXACT, tf32=False, shares=place.limits, micro_batches=2)
-
-
-def layers_by_hand(place: Place) -> dict[str, Any]:
-    """Half of the layers on the last part, micro-batches in a pipeline: the weights of one part."""
-    with_tf32(False)
-    data = batches(24, 17, 24, 3)
-    one = trained_on(place.devices[0], data, step={"micro_batches": 4})
-    keras.utils.set_random_seed(3)
-    source = training()
-    x = inputs = keras.Input(source.model.input_shape[1:])
-    for i, layer in enumerate(source.model.layers):
-        with tf.device(place.devices[-1 if 2 * i >= len(source.model.layers) else 0]):
-            x = type(layer).from_config(layer.get_config())(x)
-    model = keras.Model(inputs, x)
-    model.set_weights(source.model.get_weights())
-    strategy = tf.distribute.get_strategy()
-    optimizer = source.optimizer
-    features = [tmg.sharding.LayersByHand(pipeline=True)]
-    step = tmg.make_train_step(
-        model, optimizer, source.loss, strategy, micro_batches=4, features=features
-    )
-    losses = [float(step(batch)["loss"]) for batch in data]
-    facts = {
-        "allowed": EXACT,
-        "weights": apart(model, one["model"]),
-        "losses": float(np.max(np.abs(np.array(losses) - np.array(one["losses"])))),
-    }
-    assert max(facts["weights"], facts["losses"]) <= EXACT, f"off one device: {facts}"
-    return facts
 
 
 def checkpoints_cross_over(place: Place) -> dict[str, Any]:

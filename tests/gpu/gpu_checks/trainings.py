@@ -10,8 +10,6 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 
-__all__ = ["batches", "classifier", "loss", "training"]
-
 SIDE, CLASSES = 12, 10
 
 
