@@ -76,20 +76,6 @@ NORMALIZATION = [
 # Dropout and augmentation -------------------------------------------------------------------------
 
 
-def with_dropout() -> Any:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh"),
-            keras.layers.Dropout(0.5, seed=3),
-            keras.layers.Dense(4),
-        ]
-    )
-
-
-DROPPED = EVEN.replace(build=with_dropout)
-
-
 class Mask(keras.layers.Layer):
     """Hands the mask of a dropout out as the output of a model."""
 
@@ -126,13 +112,6 @@ RANDOMNESS = [
         ours=lambda: equal_masks(
             lambda model, x: tmg.predict(model, x, batch_size=16), strategy_of(2)
         ),
-        links=("tf#58433",),
-    ),
-    Layer(
-        name="random-dropout",
-        title="Dropout: training on two replicas",
-        plain=lambda: weights(by_fit(DROPPED), by_fit(DROPPED.replace(replicas=1))),
-        ours=lambda: weights(by_step(DROPPED), by_fit(DROPPED.replace(replicas=1))),
         links=("tf#58433",),
     ),
 ]

@@ -8,31 +8,23 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from guarantee import Case, Difference
-from one_device import strategy_of
+from guarantee import Case
 from recipes import (
     Problem,
     Y,
     by_fit,
     by_loop,
     by_step,
-    compiled,
-    crossentropy,
     divided_by,
-    fresh,
-    mirrored,
     one_device,
     per_example,
     rows,
     weights,
 )
 
-import tfmultigpu as tmg
-
 Loss = functools.partial(Case, section="Loss and batches")
 SHORT_LAST = Problem(rows(100))  # 64 and 36 rows
 UNEVEN_LAST = Problem(rows(67))  # 64 rows and 3
-ONE_LEFT = Problem(rows(65), replicas=4)  # 64 rows and 1
 
 
 def step_is_one_device(problem: Problem, **options: Any) -> Any:
@@ -50,16 +42,8 @@ def loop_is_one_device(problem: Problem, replica_loss: Any, **options: Any) -> A
 # Custom loops -------------------------------------------------------------------------------------
 
 
-def default_average(model: Any, y: Any, y_pred: Any) -> Any:
-    return tf.nn.compute_average_loss(per_example(y, y_pred))
-
-
 def not_scaled(model: Any, y: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(per_example(y, y_pred))
-
-
-def keras_loss(model: Any, y: Any, y_pred: Any) -> Any:
-    return crossentropy()(y, y_pred)
 
 
 def l2_model() -> keras.Model:
@@ -71,12 +55,6 @@ def with_l2(model: Any, y: Any, y_pred: Any) -> Any:
     return divided_by(64)(model, y, y_pred) + tf.add_n(model.losses)
 
 
-def mean_loss(problem: Problem) -> Any:
-    """The loss of the model before training, on one device."""
-    model, _ = fresh(problem)
-    return crossentropy()(problem.arrays[1], model(problem.arrays[0]))
-
-
 LOOPS = [
     Loss(
         name="loop-constant-batch-size",
@@ -86,23 +64,10 @@ LOOPS = [
         links=("tf#28956", "tf#45923"),
     ),
     Loss(
-        name="loop-one-row-left",
-        title="Custom loop: a last batch of one row, `compute_average_loss`, 4 replicas",
-        plain=loop_is_one_device(ONE_LEFT, default_average),
-        ours=step_is_one_device(ONE_LEFT),
-        links=("tf#41657",),
-    ),
-    Loss(
         name="loop-not-scaled-sgd",
         title="Custom loop that forgets to divide the loss by the replicas, SGD",
         plain=loop_is_one_device(Problem(rows(128)), not_scaled),
         ours=step_is_one_device(Problem(rows(128))),
-    ),
-    Loss(
-        name="loop-keras-loss-uneven",
-        title="Custom loop: a Keras loss, which divides by the replicas; a last batch of 3 rows",
-        plain=loop_is_one_device(UNEVEN_LAST, keras_loss),
-        ours=step_is_one_device(UNEVEN_LAST),
     ),
     Loss(
         name="loop-l2",
@@ -115,19 +80,6 @@ LOOPS = [
 
 
 # fit ----------------------------------------------------------------------------------------------
-
-
-def evaluate_by_keras() -> Difference:
-    problem = Problem(rows(35))
-    model = compiled(problem, mirrored(2))
-    found = model.evaluate(problem.dataset(), verbose=0)
-    return Difference(abs(found - float(mean_loss(problem))), "reported loss")
-
-
-def evaluate_by_us() -> Difference:
-    problem = Problem(rows(35))
-    found = tmg.evaluate(compiled(problem, strategy_of(2)), problem.dataset())
-    return Difference(abs(found["loss"] - float(mean_loss(problem))), "reported loss")
 
 
 def scalar_loss(y_true: Any, y_pred: Any) -> Any:
@@ -160,18 +112,6 @@ def tagger() -> keras.Model:
 MASKED = Problem((TOKENS, TAGS), build=tagger)
 
 
-class _AddsLoss(keras.layers.Layer):
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(keras.ops.mean(keras.ops.square(inputs)))
-        return inputs
-
-
-def with_add_loss() -> keras.Model:
-    inputs = keras.Input((6,))
-    hidden = _AddsLoss()(keras.layers.Dense(8, activation="tanh")(inputs))
-    return keras.Model(inputs, keras.layers.Dense(4)(hidden))
-
-
 FITS = [
     Loss(
         name="fit-uneven-last",
@@ -185,14 +125,6 @@ FITS = [
         title="`fit`: the first batch does not divide by the replicas",
         plain=fit_is_one_device(Problem(rows(70), batch_size=35)),
         ours=step_is_one_device(Problem(rows(70), batch_size=35)),
-        links=("k#19246",),
-        plain_says="AddN",
-    ),
-    Loss(
-        name="evaluate-uneven-first",
-        title="`evaluate`: 35 rows on 2 replicas",
-        plain=evaluate_by_keras,
-        ours=evaluate_by_us,
         links=("k#19246",),
         plain_says="AddN",
     ),
@@ -214,54 +146,21 @@ FITS = [
         ours=step_is_one_device(MASKED),
         links=("k#15323",),
     ),
-    Loss(
-        name="fit-add-loss",
-        title="`fit`: `add_loss` in a layer, a last batch of 3 rows",
-        plain=fit_is_one_device(UNEVEN_LAST.replace(build=with_add_loss)),
-        ours=step_is_one_device(UNEVEN_LAST.replace(build=with_add_loss)),
-    ),
 ]
 
 
 # Shards without rows ------------------------------------------------------------------------------
 
 
-def empty_shards(count: int, replicas: int, distribute: Any, strategy: Any) -> Any:
-    def found() -> Difference:
-        taken = strategy(replicas)
-        (batch,) = distribute(tf.data.Dataset.range(count).batch(count), taken)
-        shards = taken.experimental_local_results(batch)
-        return Difference(sum(len(shard) == 0 for shard in shards), "replicas without a row")
-
-    return found
-
-
 IMAGES = np.random.default_rng(8).normal(size=(1, 8, 8, 3)).astype("float32")
 
 
-def images(last: Any) -> Any:
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((8, 8, 3)),
-                *last(),
-                keras.layers.Flatten(),
-                keras.layers.Dense(4),
-            ]
-        )
-
-    return build
+def pooled() -> keras.Model:
+    layers = [keras.layers.Conv2D(4, 3), keras.layers.MaxPooling2D(), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input((8, 8, 3)), *layers, keras.layers.Dense(4)])
 
 
-def without_rows(name: str, layers: Any, **options: Any) -> Case:
-    problem = Problem((IMAGES, Y[:1]), build=images(layers))
-    return Loss(
-        name=f"no-rows-{name.lower()}",
-        title=f"{name}, a batch of one row: TensorFlow gives the second replica none",
-        plain=loop_is_one_device(problem, divided_by(1)),
-        ours=step_is_one_device(problem),
-        **options,
-    )
+ONE_IMAGE = Problem((IMAGES, Y[:1]), build=pooled)
 
 
 def normalized(synchronized: bool) -> Any:
@@ -280,21 +179,10 @@ THREE_ON_FOUR = Problem(rows(3), build=normalized(False), replicas=4)
 
 NO_ROWS = [
     Loss(
-        name="split-5-over-4",
-        title="5 rows on 4 replicas",
-        plain=empty_shards(5, 4, lambda data, s: s.experimental_distribute_dataset(data), mirrored),
-        ours=empty_shards(5, 4, tmg.distribute_dataset, strategy_of),
-        links=("tf#58809",),
-    ),
-    without_rows(
-        "Conv2D",
-        lambda: [keras.layers.Conv2D(8, 3, activation="relu")],
-        links=("tf#52986",),
-        plain_says="must have the same size and shape",
-    ),
-    without_rows(
-        "MaxPooling2D",
-        lambda: [keras.layers.Conv2D(4, 3), keras.layers.MaxPooling2D()],
+        name="no-rows-maxpooling2d",
+        title="MaxPooling2D, a batch of one row: TensorFlow gives the second replica none",
+        plain=loop_is_one_device(ONE_IMAGE, divided_by(1)),
+        ours=step_is_one_device(ONE_IMAGE),
         links=("tf#21338",),
         plain_says="Check failed",
     ),

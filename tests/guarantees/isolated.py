@@ -6,7 +6,6 @@ notice. The processes are copies of one that has imported TensorFlow and started
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -31,27 +30,22 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["catalogue"])
 
 
-def measured(
-    cases: Iterable[Case],
-    sides: Iterable[str] = SIDES,
-    parallel: int = 2,
-    module: str = "catalogue",
-) -> dict[tuple[str, str], Outcome]:
-    """Returns the outcome of each case of a module, by name and side."""
+def measured(cases: Iterable[Case], sides: Iterable[str] = SIDES) -> dict[tuple[str, str], Outcome]:
+    """Returns the outcome of each case of the catalogue, by name and side."""
     jobs = [(case, side) for case in cases for side in sides]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # The server imports before it is told.
     with mock.patch.dict(os.environ, ENVIRONMENT | path), ThreadPoolExecutor(2) as pool:
         os.environ.pop("TF_CONFIG", None)
-        outcomes = pool.map(lambda job: _outcome(*job, module), jobs)
+        outcomes = pool.map(lambda job: _outcome(*job), jobs)
         return {(case.name, side): o for (case, side), o in zip(jobs, outcomes, strict=True)}
 
 
-def _outcome(case: Case, side: str, module: str) -> Outcome:
+def _outcome(case: Case, side: str) -> Outcome:
     # Ours is promised to answer, and a machine may be five times as slow.
     patience = case.patience * (1 if side == "plain" else 5)
     receive, send = _processes.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        work: Any = (module, case.name, side, send, log.name)
+        work: Any = (case.name, side, send, log.name)
         process = _processes.Process(target=_work, args=work)
         process.start()
         send.close()
@@ -67,7 +61,7 @@ def _outcome(case: Case, side: str, module: str) -> Outcome:
             process.join()
 
 
-def _work(module: str, name: str, side: str, send: Any, log: str) -> None:
+def _work(name: str, side: str, send: Any, log: str) -> None:
     output = os.open(log, os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -76,7 +70,9 @@ def _work(module: str, name: str, side: str, send: Any, log: str) -> None:
     (cpu,) = tf.config.list_physical_devices("CPU")
     parts = [tf.config.LogicalDeviceConfiguration() for _ in range(8)]
     tf.config.set_logical_device_configuration(cpu, parts)
-    cases = {case.name: case for case in importlib.import_module(module).CASES}
+    from catalogue import CASES
+
+    cases = {case.name: case for case in CASES}
     send.send(cases[name].measure(side))
 
 

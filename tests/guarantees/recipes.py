@@ -12,26 +12,13 @@ import numpy as np
 import tensorflow as tf
 from guarantee import Difference
 from one_device import SEED, ByHand, strategy_of
+from small_problem import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
-
-_random = np.random.default_rng(3)
-X = _random.normal(size=(260, 6)).astype("float32")
-Y = _random.integers(0, 4, 260).astype("int64")
-
-
-def mlp() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
-    )
 
 
 def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1)
-
-
-def crossentropy(reduction: str = "sum_over_batch_size") -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
 
 def rows(count: int) -> tuple[Any, ...]:
