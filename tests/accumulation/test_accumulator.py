@@ -32,34 +32,6 @@ def replica_id() -> tf.Tensor:
     return tf.cast(context.replica_id_in_sync_group, tf.float32)
 
 
-def test_sums_are_divided_by_the_weight_of_all_replicas_and_then_gone():
-    strategy, _, accumulator = accumulator_of(3, [0.0, 0.0])
-
-    def add():
-        accumulator.add([tf.stack([1.0, replica_id()])], weight=replica_id() + 1.0)
-
-    for _ in range(2):
-        on_replicas(strategy, add)
-    gradients, weight = accumulator.reduce()
-    assert float(weight) == 12.0
-    np.testing.assert_allclose(gradients[0], [6 / 12, 6 / 12])
-    gradients, weight = accumulator.reduce()
-    assert float(weight) == 0.0
-    np.testing.assert_array_equal(gradients[0], [0.0, 0.0])
-
-
-def test_count_is_of_micro_batches_since_the_last_reduce():
-    strategy, _, accumulator = accumulator_of(2, [0.0])
-    assert accumulator.count == 0
-    for expected in (1, 2, 3):
-        on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
-        assert accumulator.count == expected
-    inside = on_replicas(strategy, lambda: accumulator.count)
-    assert [int(value) for value in inside] == [3, 3]
-    accumulator.reduce()
-    assert accumulator.count == 0
-
-
 def test_rows_of_an_embedding_are_summed_into_place():
     strategy, variables, accumulator = accumulator_of(2, np.zeros((4, 2)))
 
@@ -120,14 +92,6 @@ def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way):
     assert (float(weight), float(norm), accumulator.count) == (1.0, 10.0, 0)
     for copy in strategy.experimental_local_results(variables[0]):
         np.testing.assert_allclose(copy, [-3.0, -4.0], rtol=1e-3)
-
-
-def test_a_window_with_nan_leaves_nothing_in_the_next():
-    strategy, _, accumulator = accumulator_of(2, [0.0])
-    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
-    assert np.isnan(accumulator.reduce()[0][0]).all()
-    on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
-    np.testing.assert_allclose(accumulator.reduce()[0][0], [1.0])
 
 
 # Fails if the weight 1 of reduction="sum" is added, over replicas, micro-batches or windows.

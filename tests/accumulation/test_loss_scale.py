@@ -8,7 +8,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut
+from one_device import Replicated
 
 from tfmultigpu.accumulation.loss_scale import LossScale
 
@@ -25,14 +25,6 @@ def mlp(policy: str = "float32") -> keras.Model:
         keras.layers.Activation("linear", dtype="float32"),
     ]
     return keras.Sequential([keras.Input((6,), dtype="float32"), *layers])
-
-
-def test_a_fixed_scale_is_taken_out_before_clipping() -> None:
-    sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9)  # noqa: E731
-    batches = cut((X, Y), [12] * 4)
-    expected = ByHand(mlp, sgd, LOSS, clip_norm=0.5).train(batches)
-    run = Replicated(3, mlp, sgd, LOSS, loss_scale=1024.0, clip_norm=0.5, micro_batches=2)
-    assert_same(run.train(batches), expected)
 
 
 # Fails if gradients are divided by the rows after they were added, not before they were rounded.

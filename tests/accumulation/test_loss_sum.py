@@ -124,25 +124,6 @@ def test_names():
             tmg.loss_sum(name, labels, REAL)
 
 
-def test_functions_and_classes_of_ones_own():
-    class Scaled(keras.losses.Loss):
-        def __init__(self, factor):
-            super().__init__(name="scaled")
-            self.factor = factor
-
-        def call(self, y_true, y_pred):
-            return self.factor * tf.reduce_mean(tf.abs(y_true - y_pred), axis=-1)
-
-    def absolute(y_true, y_pred):
-        return tf.reduce_sum(tf.abs(y_true - y_pred), axis=-1)
-
-    for loss, factor in ((absolute, 3.0), (Scaled(2.0), 2.0), (lambda t, p: absolute(t, p), 3.0)):
-        total, weight = add_shards(loss, OTHER, REAL)
-        assert float(weight) == ROWS
-        mean = factor * np.abs(OTHER - REAL).mean()
-        assert float(total / weight) == pytest.approx(mean, rel=1e-6), loss
-
-
 def test_labels_and_predictions_that_differ_by_an_axis_of_one():
     """[rows] against [rows, 1] must not broadcast to [rows, rows]."""
 
@@ -201,15 +182,6 @@ def test_without_a_reduction_a_loss_is_the_mean_of_its_values():
             assert float(total / weight) == pytest.approx(mean, rel=1e-5), (name, reduction)
 
 
-def test_sums_are_at_least_float32():
-    half = tf.constant(REAL, tf.float16)
-    wide = keras.losses.MeanSquaredError(dtype="float64")
-    for loss, expected in (("mse", tf.float32), (wide, tf.float64)):
-        pair = tmg.loss_sum(loss, OTHER, half)
-        assert pair.sum.dtype == pair.weight.dtype == expected
-        assert pair.sum.shape == pair.weight.shape == ()
-
-
 # What is refused ---------------------------------------------------------------------------------
 
 
@@ -234,16 +206,6 @@ def test_ragged_values_are_refused():
 
 
 # global_mean, and what else is refused ----------------------------------------------------------
-
-
-def test_global_mean_outside_of_replicas():
-    assert float(tmg.global_mean(tmg.LossSum(tf.constant(0.0), tf.constant(0.0)))) == 0.0
-    assert float(tmg.global_mean(tmg.LossSum(6.0, 4.0))) == 1.5
-    with (
-        strategy_of(2).scope(),
-        pytest.raises(tmg.errors.LossError, match="is for each replica"),
-    ):
-        tmg.global_mean(tmg.LossSum(1.0, 1.0))
 
 
 def test_global_mean_is_for_logs():

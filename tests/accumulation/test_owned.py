@@ -11,7 +11,6 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, strategies as st
-from one_device import ByHand, Replicated, cut, difference, hold
+from one_device import ByHand, Replicated, cut, difference
 
 import tfmultigpu as tmg
 from tfmultigpu.accumulation.replicated import assign_owners
@@ -47,13 +46,6 @@ def sharded(replicas: int, make: Callable[[], Any] = adam, **options: Any) -> Re
     return Replicated(replicas, mlp, make, LOSS, shard_update=True, **options)
 
 
-# Fails if features get the gradients of one owner, or an owner without variables waits.
-def test_more_replicas_than_variables_with_everything() -> None:
-    options = {"micro_batches": 2, "loss_scale": 64.0, "clip_norm": 0.3}
-    make = lambda: adam(clipvalue=0.01, weight_decay=0.1)  # noqa: E731
-    hold(6, mlp, make, LOSS, BATCHES, shard_update=True, **options)
-
-
 # Fails if state is on every replica, on one alone, or has other names than on one device: then
 # checkpoints would not fit.
 def test_state_exists_once_and_is_spread_by_size() -> None:
@@ -74,31 +66,6 @@ def test_state_exists_once_and_is_spread_by_size() -> None:
         [re.sub(r"_\d+", "", v.path) for v in one.optimizer.variables] for one in (device, run)
     )
     assert of_device == of_run
-
-
-# 3 replicas, then 2, then one device. Fails if it is not as if training had not been interrupted.
-# Keras turns mirrored variables into arrays in a way that NumPy 2 warns about.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_saved_on_some_replicas_and_resumed_on_others(tmp_path: Path) -> None:
-    expected = ByHand(mlp, adam, LOSS).train(BATCHES[:4] + BATCHES[1:2])
-    runs: list[Any] = [sharded(3), sharded(2), ByHand(mlp, adam, LOSS)]
-    runs[2].train(BATCHES[:1])  # Traces it; what it did is overwritten.
-    steps = [runs[0].step, runs[1].step, runs[2]._compiled]
-    saved: Any = None
-    for run, step, part in zip(runs, steps, (BATCHES[:2], BATCHES[2:4], BATCHES[1:2]), strict=True):
-        if saved is not None:
-            run.model.set_weights(saved.get_weights())
-            store: dict[str, Any] = {}
-            saved.optimizer.save_own_variables(store)
-            run.optimizer.load_own_variables(store)
-        for batch in part:
-            step(batch)
-        run.model.compile(optimizer=run.optimizer)
-        run.model.save(tmp_path / "model.keras")
-        saved = keras.models.load_model(tmp_path / "model.keras")
-        assert difference(saved.get_weights(), run.model.get_weights()) == 0.0
-    assert difference(runs[2].model.get_weights(), expected.weights) <= 1e-6
-    assert int(runs[2].optimizer.iterations.numpy()) == 5
 
 
 # Fails if a second step moves state, or a step keeps its optimizer or a graph that it traced alive.
