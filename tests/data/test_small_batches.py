@@ -102,6 +102,10 @@ def test_copies_are_given_if_asked_for_and_each_row_counts_its_part() -> None:
 
 
 def test_small_batches_must_be_known() -> None:
+    strategy = mirrored(2)
+    (batch,) = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4))
+    with pytest.raises(tmg.errors.DataError, match="unknown whether the shards of the batch are"):
+        tmg.data.row_weight(batch, strategy)
     text = text_of(lambda: tmg.distribute_dataset(batches_of((2,)), small_batches="drop"))
     assert text.startswith("small_batches must be 'partition' or 'copy'. Received: 'drop'.")
 
