@@ -60,44 +60,6 @@ def test_data_of_unknown_length_that_ends_within_an_epoch(lines: Any) -> None:
     assert len(told) == 1
 
 
-def test_arrays_and_steps(lines: Any) -> None:
-    model, truth = lines
-    options = {"steps_per_epoch": 3, "shuffle": False, "verbose": 0}
-    with pytest.warns(UserWarning, match="ran out of data"):
-        expected = truth.fit(X, SIZE, batch_size=8, epochs=3, **options)
-    with pytest.warns(UserWarning, match="ends after 2"):
-        history = tmg.fit(model, (X, SIZE), batch_size=8, epochs=3, **options)
-    assert_same(model, truth, history, expected)
-    # Without a batch size, steps say how large batches are.
-    expected = truth.fit(X, SIZE, batch_size=13, **options)
-    assert_same(model, truth, tmg.fit(model, (X, SIZE), **options), expected)
-
-
-def test_validations(lines: Any) -> None:
-    valid: dict[str, Any] = {"validation_data": (X[:11], SIZE[:11]), "validation_batch_size": 4}
-    hold(lines, known, validation_freq=2, epochs=4, **valid)
-    hold(lines, known, validation_freq=[1, 4], validation_steps=2, epochs=4, **valid)
-    hold(lines, known, epochs=2, validation_data=known(BATCHES[:4]))
-    # Keras holds a pass of unknown length to be as long as the first one; ours ask again.
-    hold(lines, known, epochs=2, validation_data=as_dataset(BATCHES[:4]))
-
-
-@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch to")
-@pytest.mark.parametrize("most", [2, 5])
-def test_the_limit_of_keras_for_steps_of_an_epoch(lines: Any, most: int) -> None:
-    before = keras.config.max_steps_per_epoch()
-    keras.config.set_max_steps_per_epoch(most)
-    try:
-        model, truth = lines
-        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        expected = truth.fit(X, SIZE, **options)
-        history = tmg.fit(model, (X, SIZE), **options)
-    finally:
-        keras.config.set_max_steps_per_epoch(before)
-    assert_same(model, truth, history, expected)
-    assert int(model.optimizer.iterations.numpy()) == most
-
-
 # Arrays -------------------------------------------------------------------------------------------
 
 

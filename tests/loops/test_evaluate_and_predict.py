@@ -13,93 +13,42 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, cut, strategy_of
+from fit_pairs import BATCHES, KIND, ROWS, SIZE, WEIGHT, X, known, pair
+from one_device import strategy_of
 
 import tfmultigpu as tmg
 
-SIZES = (7, 2, 16, 1, 3, 9)
-ROWS = sum(SIZES)
-
-_random = np.random.default_rng(29)
-X = _random.normal(size=(ROWS, 6)).astype("float32")
-KIND = _random.integers(0, 3, ROWS)
-SIZE = _random.normal(size=(ROWS, 1)).astype("float32")
-W = _random.uniform(0.2, 2.0, ROWS).astype("float32")
-
-
-def made(replicas: int, build: Any, compiled: Any = None) -> tuple[Any, Any]:
-    """Returns the same model under a strategy and on one device, compiled alike."""
-    keras.utils.set_random_seed(3)
-    truth = build()
-    with strategy_of(replicas).scope():
-        model = build()
-        if compiled is not None:
-            model.compile(**compiled())
-    if compiled is not None:
-        truth.compile(**compiled())
-    model.set_weights(truth.get_weights())
-    return model, truth
+LOSS = "sparse_categorical_crossentropy"
 
 
 def in_one_batch(model: Any, *arrays: Any) -> dict[str, Any]:
     x, y, weight = (*arrays, None)[:3]
-    rows = len(tf.nest.flatten(x)[0])
-    return model.evaluate(x, y, sample_weight=weight, batch_size=rows, return_dict=True, verbose=0)
-
-
-def assert_logs(logs: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(logs) == list(expected)
-    for name, value in expected.items():
-        np.testing.assert_allclose(logs[name], value, rtol=2e-6, atol=1e-6, err_msg=name)
-        assert isinstance(logs[name], float) or np.ndim(value), name
-
-
-def hold(replicas: int, build: Any, compiled: Any, *arrays: Any) -> tuple[Any, Any]:
-    """Evaluates on replicas in batches of several sizes, and holds that to one device."""
-    model, truth = made(replicas, build, compiled)
-    expected = in_one_batch(truth, *arrays)
-    for batch_size in (5, 1):
-        logs = tmg.evaluate(model, arrays, batch_size=batch_size, verbose=0)
-        assert_logs(logs, expected)
-    return model, truth
-
-
-# Evaluating ---------------------------------------------------------------------------------------
+    return model.evaluate(x, y, sample_weight=weight, batch_size=ROWS, return_dict=True, verbose=0)
 
 
 def classifier() -> Any:
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
 
 
-def classification() -> dict[str, Any]:
-    return {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
-
-
-def test_a_list_of_losses_for_a_dict_of_outputs_goes_by_sorted_keys_as_in_keras() -> None:
-    def build() -> Any:
-        inputs = keras.Input((6,))
-        dense = keras.layers.Dense
-        return keras.Model(inputs, {"b": dense(1)(inputs), "a": dense(1)(inputs)})
-
-    hold(2, build, lambda: {"loss": ["mae", "mse"]}, X, {"a": SIZE, "b": 3 * SIZE})
+def several_outputs() -> Any:
+    inputs = [keras.Input((5,), name="left"), keras.Input((5,), name="right")]
+    both = keras.layers.Concatenate()(inputs)
+    outputs = [keras.layers.Dense(1, name=name)(both) for name in ("b", "a")]
+    return keras.Model(inputs, outputs)
 
 
 def test_metrics_whose_names_depend_on_shapes_and_metrics_that_are_arrays() -> None:
-    def build() -> Any:
-        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
-
     def compiled() -> dict[str, Any]:
         metrics = ["accuracy", keras.metrics.F1Score(average=None)]
         return {"loss": "categorical_crossentropy", "loss_weights": 0.5, "metrics": metrics}
 
-    hold(2, build, compiled, X, np.eye(3, dtype="float32")[KIND])
-
-
-def several_outputs() -> Any:
-    inputs = [keras.Input((6,), name="left"), keras.Input((6,), name="right")]
-    both = keras.layers.Concatenate()(inputs)
-    outputs = [keras.layers.Dense(1, name=name)(both) for name in ("b", "a")]
-    return keras.Model(inputs, outputs)
+    arrays = X, np.eye(3, dtype="float32")[KIND]
+    model, truth = pair(2, classifier, compiled)
+    expected, logs = in_one_batch(truth, *arrays), tmg.evaluate(model, arrays, batch_size=5)
+    assert list(logs) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(logs[name], value, rtol=2e-6, atol=1e-6, err_msg=name)
+        assert isinstance(logs[name], float) or np.ndim(value), name
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -107,62 +56,16 @@ def test_lists_are_those_of_keras(replicas: int) -> None:
     def compiled() -> dict[str, Any]:
         return {"loss": ["mse", "mae"], "metrics": [["mae"], ["mse", "mae"]]}
 
-    model, truth = made(replicas, several_outputs, compiled)
+    model, truth = pair(replicas, several_outputs, compiled)
     if replicas == 1:
         model.evaluate([X, X], [SIZE, SIZE], verbose=0)  # Keras then tracks losses of outputs.
     expected = truth.evaluate([X, -X], [SIZE, 2 * SIZE], batch_size=ROWS, verbose=0)
     values = tmg.evaluate(model, [X, -X], [SIZE, 2 * SIZE], return_dict=False, batch_size=9)
     assert len(values) == 6
     assert values == pytest.approx(expected, rel=1e-5)
-    model, truth = made(replicas, classifier, lambda: {"loss": "sparse_categorical_crossentropy"})
-    value = tmg.evaluate(model, x=X, y=KIND, sample_weight=W, return_dict=False)
-    assert value == pytest.approx(in_one_batch(truth, X, KIND, W)["loss"], rel=1e-5)
-
-
-# Data ---------------------------------------------------------------------------------------------
-
-
-class InBatches(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return len(BATCHES)
-
-    def __getitem__(self, index: int) -> Any:
-        return BATCHES[index]
-
-
-BATCHES = cut((X, KIND, W), SIZES)
-SOURCES: dict[str, Any] = {
-    "lists": (X.tolist(), KIND.tolist(), W.tolist()),
-    "tensors": tuple(tf.convert_to_tensor(array) for array in (X, KIND, W)),
-    "PyDataset": InBatches(),
-    "generator function": lambda: iter(BATCHES),
-}
-
-
-@pytest.fixture(scope="module")
-def classifiers() -> tuple[Any, Any]:
-    return made(3, classifier, classification)
-
-
-def test_sources(classifiers: Any) -> None:
-    model, truth = classifiers
-    expected = in_one_batch(truth, X, KIND, W)
-    for name, source in SOURCES.items():
-        assert_logs(tmg.evaluate(model, source, verbose=0), expected)
-        predicted = tmg.predict(model, source, verbose=0)
-        np.testing.assert_allclose(predicted, truth(X, training=False), atol=1e-6, err_msg=name)
-
-
-def test_steps_end_what_has_no_end(classifiers: Any) -> None:
-    model, truth = classifiers
-    data, first = as_dataset(BATCHES).repeat(), sum(SIZES[:4])
-    expected = in_one_batch(truth, X[:first], KIND[:first], W[:first])
-    assert_logs(tmg.evaluate(model, data, steps=4), expected)
-    assert len(tmg.predict(model, data, steps=4)) == first
-    # More steps than there are batches: all of them.
-    assert len(tmg.predict(model, as_dataset(BATCHES), steps=100)) == ROWS
-    expected = in_one_batch(truth, X, KIND, W)
-    assert_logs(tmg.evaluate(model, as_dataset(BATCHES), steps=100), expected)
+    model, truth = pair(replicas, classifier, lambda: {"loss": LOSS})
+    value = tmg.evaluate(model, x=X, y=KIND, sample_weight=WEIGHT, return_dict=False)
+    assert value == pytest.approx(in_one_batch(truth, X, KIND, WEIGHT)["loss"], rel=1e-5)
 
 
 # Predicting ---------------------------------------------------------------------------------------
@@ -257,13 +160,13 @@ class Noted(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("stop_at", [None, 1])
 def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> None:
-    model, truth = made(2, classifier, lambda: {"loss": "sparse_categorical_crossentropy"})
+    model, truth = pair(2, classifier, lambda: {"loss": LOSS})
     ours, theirs = Noted(stop_at), Noted(stop_at)
     options = {"batch_size": 8, "verbose": 0}
     truth.evaluate(X, KIND, callbacks=[theirs], **options)
     logs = tmg.evaluate(model, X, KIND, callbacks=ours, **options)
     rows = ROWS if stop_at is None else 16
-    assert_logs(logs, in_one_batch(truth, X[:rows], KIND[:rows]))
+    assert logs == pytest.approx(in_one_batch(truth, X[:rows], KIND[:rows]), rel=1e-5)
     expected = truth.predict(X, callbacks=[theirs], **options)
     predicted = tmg.predict(model, x=X, callbacks=[ours], **options)
     assert ours.calls == theirs.calls
@@ -274,19 +177,15 @@ def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> Non
 # What is refused ----------------------------------------------------------------------------------
 
 
-def test_wrong_data(classifiers: Any) -> None:
-    model, _ = classifiers
-    dataset, other = (
-        as_dataset(BATCHES),
-        tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2)),
-    )
+def test_wrong_data() -> None:
+    model, _ = pair(3)
+    dataset = known()
+    other = tmg.distribute_dataset(dataset, strategy_of(2))
     every: list[Any] = [
         (tmg.evaluate, dataset.repeat(), {}, r"has no end.*steps=100, or leave out \.repeat"),
-        (tmg.predict, dataset.repeat(), {}, r"has no end.*steps=100, or leave out \.repeat"),
         (tmg.predict, dataset.take(0), {}, "The data has no batches"),
-        (tmg.evaluate, (X[:0], KIND[:0]), {}, "The data has no batches"),
         (tmg.predict, X[:0], {}, "The data has no batches"),
-        (tmg.evaluate, dataset, {"sample_weight": W}, "sample_weight works only for arrays"),
+        (tmg.evaluate, dataset, {"sample_weight": WEIGHT}, "sample_weight works only for arrays"),
         (tmg.evaluate, dataset, {"batch_size": 3}, r"batch_size=3"),
         (tmg.predict, iter(BATCHES), {}, "An iterator can be read once"),
         (tmg.predict, other, {}, "distributed for another strategy than that of the"),
@@ -298,14 +197,16 @@ def test_wrong_data(classifiers: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=r"at least 1, or None\. .*: steps="):
             tmg.evaluate(model, dataset, steps=steps)
     with pytest.raises(TypeError, match=r"Received: data beside x\. Write tmg\.evaluate\("):
-        tmg.evaluate(model, X, KIND, x=X)
+        tmg.evaluate(model, X, SIZE, x=X)
     with pytest.raises(TypeError, match=r"Received: none\. Write tmg\.predict\("):
         tmg.predict(model)
 
 
 def test_wrong_models() -> None:
-    model, _ = made(2, several_outputs)
-    with pytest.raises(tmg.errors.LossError, match=r"model\.compile\(loss=.*Or give loss and met"):
+    with strategy_of(2).scope():
+        model = several_outputs()
+    told = r"model\.compile\('adam', loss=.*or with a step tmg\.fit\("
+    with pytest.raises(tmg.errors.LossError, match=told):
         tmg.evaluate(model, ([X, X], [SIZE, SIZE]))
     for call in (tmg.evaluate, tmg.predict):
         with pytest.raises(TypeError, match=r"needs a keras\.Model.*Dense.*keras\.Sequential\("):
@@ -320,34 +221,15 @@ def test_wrong_models() -> None:
 def test_what_was_created_outside_the_scope() -> None:
     with strategy_of(2).scope():
         model = classifier()
-    model.compile(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(loss=LOSS, metrics=["accuracy"])
     assert set(tmg.evaluate(model, (X, KIND))) == {"loss", "accuracy"}  # Made in the scope by us.
     accuracy = keras.metrics.SparseCategoricalAccuracy()
-    model.compile(loss="sparse_categorical_crossentropy", metrics=[accuracy])
+    model.compile(loss=LOSS, metrics=[accuracy])
     with pytest.raises(tmg.ScopeError, match="The metric was created outside the scope"):
         tmg.evaluate(model, (X, KIND))
     dense = keras.layers.Dense(1)
-    dense.build((None, 6))
+    dense.build((None, 5))
     with strategy_of(2).scope():
-        mixed = keras.Sequential([keras.Input((6,)), dense, keras.layers.Dense(1)])
+        mixed = keras.Sequential([keras.Input((5,)), dense, keras.layers.Dense(1)])
     with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
         tmg.predict(mixed, X)
-
-
-def test_a_metric_that_is_not_a_sum() -> None:
-    class Largest(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="largest")
-            self.value = self.add_variable((), "zeros", name="value")
-
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
-
-        def result(self) -> Any:
-            return self.value
-
-    loss = "sparse_categorical_crossentropy"
-    model, _ = made(2, classifier, lambda: {"loss": loss, "metrics": [Largest()]})
-    told = r"the state 'largest/value' is .*Of a metric keep sums"
-    with pytest.warns(tmg.ReplicaDependenceWarning, match=told):
-        tmg.evaluate(model, (X, KIND))

@@ -12,7 +12,7 @@ import tensorflow as tf
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.errors import DataError, LossError, ScopeError
+from tfmultigpu.errors import LossError, ScopeError
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -117,15 +117,6 @@ def test_a_step_that_was_made_trains_a_model_that_it_compiles() -> None:
     assert_same(model, {name: [*first[name], *again[name]] for name in first})
 
 
-def test_a_step_of_a_part_of_the_model_trains() -> None:
-    parts = [autoencoder(strategy_of(2), compiled=False) for _ in range(2)]
-    with strategy_of(2).scope():
-        whole = keras.Model()
-        whole.parts = parts
-    history = tmg.fit(whole, ROWS, step=made_step(parts[1]), verbose=0)
-    assert set(history.history) == {"loss", "big", "mae"}
-
-
 def test_metrics_of_the_validation_are_its_own() -> None:
     model = autoencoder(strategy_of(2))
     model.optimizer.learning_rate = 0.0
@@ -188,29 +179,6 @@ def test_a_forward_that_adds_the_losses_of_the_model_or_a_mean_is_told() -> None
     assert {w.filename for w in told if "losses" in str(w.message)} == {__file__}
     with pytest.warns(tmg.errors.ReplicaDependenceWarning, match=r"tf\.reduce_sum\(values\), tf"):
         tmg.fit(autoencoder(strategy_of(2)), data(), forward=mean, verbose=0)
-
-
-def test_keras_names_of_the_data() -> None:
-    model = autoencoder(strategy_of(1), compiled=False)
-    model.compile("sgd", "mse")
-    calls: list[dict[str, Any]] = [
-        {"data": (ROWS, ROWS)},
-        {"data": ROWS, "y": ROWS},
-        {"x": ROWS, "y": ROWS},
-        {"x": data().map(lambda x: (x, x)), "batch_size": None, "shuffle": True},
-    ]
-    start = [variable.numpy() for variable in model.variables]
-    losses = []
-    for call in calls:
-        for variable, value in zip(model.variables, start, strict=True):
-            variable.assign(value)
-        given = {"batch_size": BATCH, "shuffle": False, **call}
-        losses.append(tmg.fit(model, **given, verbose=0).history["loss"])
-    assert losses == [losses[0]] * len(calls)
-    with pytest.raises(TypeError, match=r"Received: none\. Write tmg\.fit\(model, data\)"):
-        tmg.fit(model)
-    with pytest.raises(DataError, match=r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y\)"):
-        tmg.fit(model, (ROWS, ROWS), ROWS)
 
 
 def test_programs_that_exclude_each_other() -> None:

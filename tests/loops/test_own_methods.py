@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -35,37 +35,9 @@ class Base(keras.Model):
         return self.outer(self.drop(self.inner(x), training=training))
 
 
-class OwnStep(Base):
-    def train_step(self, data: Any) -> Any:
-        return {**super().train_step(data), "own": tf.constant(1.0)}
-
-    def test_step(self, data: Any) -> Any:
-        return {}
-
-
-class OwnLoss(Base):
-    def compute_loss(self, **_: Any) -> Any:
-        return tf.constant(0.0)
-
-
-class OwnMetrics(Base):
-    def compute_metrics(self, *args: Any, **_: Any) -> Any:
-        return {}
-
-
-class OwnResults(Base):
-    def get_metrics_result(self) -> Any:
-        return {**super().get_metrics_result(), "more": 1.0}
-
-
-class OwnPredict(Base):
-    def predict_step(self, data: Any) -> Any:
-        return 2 * super().predict_step(data)
-
-
-class OwnEvaluate(Base):
-    def evaluate(self, *args: Any, **_: Any) -> Any:
-        return {}
+def replacing(*methods: str) -> type[Base]:
+    """A class that has methods of its own, which return nothing."""
+    return type("Own", (Base,), {name: lambda self, *args, **options: {} for name in methods})
 
 
 def compiled(kind: Any, replicas: int = 1) -> Any:
@@ -76,38 +48,27 @@ def compiled(kind: Any, replicas: int = 1) -> Any:
     return model
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "call", "words"),
+@each(
+    ("method", "call", "words"),
     [
-        (OwnStep, "fit", r"OwnStep\.train_step\. .*def forward\(model, batch, training\):.*"
+        ("train_step", "fit", r"Own\.train_step\. .*def forward\(model, batch, training\):.*"
          r"tmg\.LossSum\(.*forward=forward\).*chain_steps.*On one device write model\.fit"),
-        (OwnLoss, "fit", r"OwnLoss\.compute_loss.*return tmg\.LossSum\("),
-        (OwnMetrics, "fit", r"OwnMetrics\.compute_metrics.*model\.compile\(metrics="),
-        (OwnResults, "fit", r"OwnResults\.get_metrics_result.*model\.compile\(metrics="),
-        (OwnStep, "evaluate", r"OwnStep\.test_step.*make_eval_step\(model, None"),
-        (OwnPredict, "predict", r"OwnPredict\.predict_step.*Move what it computes to the call"),
+        ("compute_loss", "fit", r"Own\.compute_loss.*return tmg\.LossSum\("),
+        ("compute_metrics", "fit", r"Own\.compute_metrics.*model\.compile\(metrics="),
+        ("get_metrics_result", "fit", r"Own\.get_metrics_result.*model\.compile\(metrics="),
+        ("test_step", "evaluate", r"Own\.test_step.*make_eval_step\(model, None"),
+        ("predict_step", "predict", r"Own\.predict_step.*Move what it computes to the call"),
+        ("make_train_function", "fit", r"Own\.make_train_function\. "),
+        ("make_test_function", "evaluate", r"Own\.make_test_function\. "),
+        ("make_predict_function", "predict", r"Own\.make_predict_function\. "),
     ],
 )  # fmt: skip
-def test_the_lines_to_write_are_told(kind: Any, call: str, words: str, replicas: int) -> None:
-    model = compiled(kind, replicas)
+def test_the_lines_to_write_are_told(method: str, call: str, words: str) -> None:
+    model = compiled(replacing(method), 2)
     before = set(vars(model))
     with pytest.raises(tmg.errors.LossError, match=re.compile(words, re.DOTALL)):
         getattr(tmg, call)(model, *([X] if call == "predict" else [X, Y]), verbose=0)
     assert set(vars(model)) == before
-
-
-@pytest.mark.parametrize("purpose", ["train", "test", "predict"])
-def test_a_loop_of_its_own_is_not_passed_over(purpose: str) -> None:
-    name = f"make_{purpose}_function"
-    model = compiled(type("Own", (Base,), {name: lambda self, force=False: None}))
-    calls: dict[str, Any] = {
-        "train": lambda: tmg.fit(model, X, Y, **FIT),
-        "test": lambda: tmg.evaluate(model, X, Y),
-        "predict": lambda: tmg.predict(model, X),
-    }
-    with pytest.raises(tmg.errors.LossError, match=rf"Own\.{name}\. "):
-        calls[purpose]()
 
 
 def test_a_method_of_the_object_alone_is_not_passed_over() -> None:
@@ -118,22 +79,18 @@ def test_a_method_of_the_object_alone_is_not_passed_over() -> None:
 
 
 def test_only_what_is_called_is_refused() -> None:
-    class OwnTest(Base):
-        def test_step(self, data: Any) -> Any:
-            return {}
-
     class Calls(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.evaluate(X, Y, verbose=0)
 
-    model, truth = compiled(OwnTest, 2), compiled(Base)
+    model, truth = compiled(replacing("test_step"), 2), compiled(Base)
     history, expected = tmg.fit(model, X, Y, **FIT), truth.fit(X, Y, **FIT)
     assert history.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-5)
-    with pytest.raises(tmg.errors.LossError, match=r"OwnTest\.test_step"):
+    with pytest.raises(tmg.errors.LossError, match=r"Own\.test_step"):
         tmg.fit(model, X, Y, validation_data=(X, Y), **FIT)
     assert int(model.optimizer.iterations.numpy()) == 10  # Refused before it trains.
-    for kind, words in ((OwnTest, r"OwnTest\.test_step"), (OwnEvaluate, r"OwnEvaluate\.evaluate")):
-        model = compiled(kind, 2)
-        with pytest.raises(tmg.errors.LossError, match=words):
+    for method in ("test_step", "evaluate"):
+        model = compiled(replacing(method), 2)
+        with pytest.raises(tmg.errors.LossError, match=rf"Own\.{method}"):
             tmg.fit(model, X, Y, callbacks=[Calls()], **FIT)
         assert "evaluate" not in vars(model)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from fit_pairs import FIT, ROWS, SIZE, X, assert_same, pair
+from fit_pairs import FIT, SIZE, X, pair
 
 import tfmultigpu as tmg
 
@@ -21,23 +21,6 @@ NAMES = {"fit", "evaluate", "predict"}
 
 def is_as_before(model: Any) -> bool:
     return not NAMES & set(vars(model))
-
-
-def test_calls_of_keras_give_what_one_device_gives() -> None:
-    model, truth = pair(3)
-    valid = [X[:11], SIZE[:11]]
-    with tmg.prepare(model, micro_batches=2):
-        history = model.fit(X, SIZE, validation_data=valid, **FIT)
-        values = model.evaluate(X, SIZE, 5, 0)
-        predicted = model.predict(X, 5, verbose=0)
-    expected = truth.fit(X, SIZE, validation_data=tuple(valid), **FIT)
-    assert_same(model, truth, history, expected)
-    # The list of Keras, the loss first.
-    assert isinstance(values, list)
-    expected = truth.evaluate(X, SIZE, batch_size=ROWS, verbose=0)
-    assert values == pytest.approx(expected, rel=2e-5)
-    np.testing.assert_allclose(predicted, truth.predict(X, verbose=0), rtol=2e-5, atol=1e-6)
-    assert is_as_before(model)
 
 
 def test_options_are_those_of_the_last_prepare() -> None:
