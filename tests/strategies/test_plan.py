@@ -96,18 +96,6 @@ def test_what_is_preferred_is_taken_or_named_as_unmet() -> None:
     assert wrong == []
 
 
-def test_a_preference_passes_over_what_comes_before_it() -> None:
-    facts = machine(2, tpu=TPU, cluster=TWO_WORKERS)
-    plan = choose(facts, "mirrored")
-    assert (plan.kind, plan.devices) == ("mirrored", gpu_names(2))
-    assert plan.rejected == {
-        "tpu": "prefer='mirrored' was requested",
-        "multi_worker": "prefer='mirrored' was requested",
-        "one_device": "mirrored comes first",
-    }
-    assert choose(facts, "one_device").reason == "GPU:0 is the first of 2 GPUs"
-
-
 def test_several_logical_cpus_are_used_only_when_asked_for() -> None:
     facts = machine(0, cpus=8)
     assert "prefer='mirrored' uses the logical CPUs" in choose(facts).rejected["mirrored"]
@@ -122,15 +110,6 @@ def test_one_device_named_is_one_device() -> None:
         plan = choose(machine(4), prefer, devices=["/gpu:2"])
         assert (plan.kind, plan.devices, plan.unmet) == ("one_device", ("GPU:2",), unmet)
         assert plan.rejected["mirrored"] == why
-
-
-def test_mirrored_without_a_second_device_is_unmet() -> None:
-    plan = choose(machine(1), "mirrored")
-    assert plan.kind == "one_device"
-    assert plan.unmet == (
-        "prefer='mirrored': GPU:0 is the only device, and one device has nothing to mirror: none "
-        "is here; buy one",
-    )
 
 
 def test_a_count_means_gpus_where_there_are_any() -> None:

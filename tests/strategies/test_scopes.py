@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 from each import each
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.process_state import ProcessState, process_state
+from tfmultigpu.strategies.process_state import process_state
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -65,47 +64,6 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> Non
     CALLS[call](inside)
 
 
-def test_a_model_without_variables_on_no_strategy() -> None:
-    class Late(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x: Any) -> Any:
-            return self.dense(x)
-
-    strategy = two()
-    with pytest.raises(tmg.ScopeError, match="predict would run on one device"):
-        tmg.predict(Late(), X)
-    with strategy.scope():
-        late = Late()
-    assert tmg.predict(late, X).shape == (7, 1)
-
-
-@each("call", CALLS)
-def test_one_device_by_name_beside_several_replicas(call: str) -> None:
-    strategy = two()
-    with tmg.create_strategy(prefer="one_device").scope():
-        model = build()
-    truth = build()
-    found = CALLS[call](model)
-    if call == "fit":
-        truth.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-        for value, expected in zip(model.get_weights(), truth.get_weights(), strict=True):
-            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
-    elif call == "predict":
-        np.testing.assert_allclose(found, truth.predict(X, verbose=0), rtol=0, atol=1e-6)
-    else:
-        assert found["loss"] == pytest.approx(truth.evaluate(X, Y, verbose=0), abs=1e-6)
-    assert strategy.num_replicas_in_sync == 2
-
-
-def test_one_device_strategies_do_not_ask_for_models() -> None:
-    held = tmg.create_strategy(devices=1), tmg.create_strategy(prefer="one_device")
-    assert tmg.predict(build(), X).shape == (7, 1)
-    assert [one.num_replicas_in_sync for one in held] == [1, 1]
-
-
 @pytest.mark.parametrize("used", ["not at all", "fit", "evaluate", "predict", "step"])
 def test_a_strategy_that_nobody_holds_does_not_count(used: str) -> None:
     def use() -> None:
@@ -121,17 +79,6 @@ def test_a_strategy_that_nobody_holds_does_not_count(used: str) -> None:
     use()
     assert process_state.living_strategies() == ()
     assert tmg.predict(build(), X).shape == (7, 1)
-
-
-def test_notes_do_not_keep() -> None:
-    notes = ProcessState()
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert notes.note(strategy) is strategy
-    assert notes.note(tf.distribute.OneDeviceStrategy("CPU:0")) is not strategy
-    assert notes.living_strategies() == (strategy,)
-    del strategy
-    gc.collect()
-    assert notes.living_strategies() == ()
 
 
 # On another one -----------------------------------------------------------------------------------

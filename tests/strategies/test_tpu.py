@@ -36,11 +36,3 @@ def test_a_name_costs_the_timeout_at_most(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - start < 30
     assert "only Google Cloud can look up" in str(tpu.missing)
     assert "no answer within 0.5 s" in str(tpu.missing)
-
-
-def test_where_tpus_are_looked_for() -> None:
-    assert find_tpu({}, local=True) == Tpu("local", None)
-    assert find_tpu({"TPU_NAME": "local"}, local=True) == Tpu("local", None)
-    assert "TPU_NAME is not set" in str(find_tpu({}).missing)
-    named = find_tpu({"TPU_NAME": "local"})
-    assert named.missing == "TPU_NAME='local', and this machine has no TPU device"
