@@ -62,7 +62,7 @@ def _rows(arrays: Any, start: int, stop: int) -> Any:
         return {name: _rows(array, start, stop) for name, array in arrays.items()}
     if isinstance(arrays, tuple):
         return tuple(_rows(array, start, stop) for array in arrays)
-    assert stop <= len(arrays), f"only {len(arrays)} rows for batches of {stop}"
+    assert stop <= arrays.shape[0], f"only {arrays.shape[0]} rows for batches of {stop}"
     return arrays[start:stop]
 
 

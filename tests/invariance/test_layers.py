@@ -81,62 +81,45 @@ def dense() -> Training:
 # Convolution and pooling --------------------------------------------------------------------------
 
 
-def along_one_axis() -> list[Any]:
-    return [
-        layers.Conv1D(2, 3, padding="causal", dilation_rate=2),
-        layers.DepthwiseConv1D(2, depth_multiplier=2),
-        layers.SeparableConv1D(2, 2),
-        layers.Conv1DTranspose(2, 2, strides=2),
-        layers.MaxPooling1D(2),
-        layers.AveragePooling1D(2, padding="same"),
-        layers.GlobalMaxPooling1D(),
-        layers.GlobalAveragePooling1D(),
-        layers.Cropping1D(1),
-        layers.UpSampling1D(2),
-        layers.ZeroPadding1D(1),
-        *newer("AdaptiveAveragePooling1D", 2),
-        *newer("AdaptiveMaxPooling1D", 2),
-    ]
-
-
-def along_two_axes() -> list[Any]:
-    return [
-        layers.Conv2D(4, 2, groups=2, strides=2),
-        layers.DepthwiseConv2D(2, depth_multiplier=2),
-        layers.SeparableConv2D(2, 2),
-        layers.Conv2DTranspose(2, 2, strides=2),
-        layers.MaxPooling2D(2),
-        layers.AveragePooling2D(2, padding="same"),
-        layers.GlobalMaxPooling2D(),
-        layers.GlobalAveragePooling2D(),
-        layers.Cropping2D(1),
-        layers.UpSampling2D(2, interpolation="bilinear"),
-        layers.ZeroPadding2D(1),
-        *newer("AdaptiveAveragePooling2D", 2),
-        *newer("AdaptiveMaxPooling2D", 2),
-    ]
-
-
-def along_three_axes() -> list[Any]:
-    return [
-        layers.Conv3D(2, 2),
-        layers.Conv3DTranspose(2, 2),
-        layers.MaxPooling3D(2),
-        layers.AveragePooling3D(2),
-        layers.GlobalMaxPooling3D(),
-        layers.GlobalAveragePooling3D(),
-        layers.Cropping3D(1),
-        layers.UpSampling3D(2),
-        layers.ZeroPadding3D(1),
-        *newer("AdaptiveAveragePooling3D", 2),
-        *newer("AdaptiveMaxPooling3D", 2),
-    ]
-
-
 def newer(name: str, *arguments: Any, **options: Any) -> list[Any]:
     """A layer that older versions of Keras lack."""
     kind = getattr(layers, name, None)
     return [] if kind is None else [kind(*arguments, **options)]
+
+
+CONVOLVING: dict[str, tuple[Any, ...]] = {
+    "Conv{}D": (2, 2),
+    "Conv{}DTranspose": (2, 2),
+    "DepthwiseConv{}D": (2,),
+    "SeparableConv{}D": (2, 2),
+    "MaxPooling{}D": (2,),
+    "AveragePooling{}D": (2,),
+    "AdaptiveAveragePooling{}D": (2,),
+    "AdaptiveMaxPooling{}D": (2,),
+    "GlobalMaxPooling{}D": (),
+    "GlobalAveragePooling{}D": (),
+    "Cropping{}D": (1,),
+    "UpSampling{}D": (2,),
+    "ZeroPadding{}D": (1,),
+}
+
+
+def convolving(*shape: int, **options: Any) -> Case:
+    """Every layer of so many axes, of those that Keras has."""
+    axes = len(shape) - 1
+
+    def make() -> list[Any]:
+        made = [newer(name.format(axes), *given) for name, given in CONVOLVING.items()]
+        return [layer for some in made for layer in some]
+
+    stem = getattr(layers, f"Conv{axes}D")
+    return Case(
+        f"convolution and pooling along {axes} axes",
+        side_by_side(shape, lambda: stem(2, 1), make),
+        cut(normal(ROWS, *shape), Y),
+        replicas=(2,),
+        options=options,
+    )
 
 
 # Sequences ----------------------------------------------------------------------------------------
@@ -252,38 +235,6 @@ def spectral() -> Training:
     return trained(inputs, heads([dense(hidden)]))
 
 
-# Constraints and penalties ------------------------------------------------------------------------
-
-
-def held() -> Training:
-    """Penalties and constraints on the weights of layers of every kind."""
-    tokens = keras.Input((5,), dtype="int32")
-    embedded = layers.Embedding(
-        8, 4, embeddings_regularizer="l2", embeddings_constraint=keras.constraints.UnitNorm(axis=1)
-    )(tokens)
-    convolved = layers.Conv1D(
-        3,
-        2,
-        kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02),
-        kernel_constraint=keras.constraints.MaxNorm(0.5),
-    )(embedded)
-    recurrent = layers.LSTM(
-        3,
-        kernel_regularizer="l2",
-        recurrent_regularizer="l1",
-        bias_regularizer="l2",
-        activity_regularizer="l2",
-        recurrent_constraint=keras.constraints.MinMaxNorm(0.2, 0.8),
-    )(convolved)
-    outputs = layers.Dense(
-        3,
-        kernel_constraint="non_neg",
-        kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1),
-        activity_regularizer="l1",
-    )(recurrent)
-    return trained(tokens, outputs)
-
-
 # Preprocessing ------------------------------------------------------------------------------------
 
 
@@ -345,25 +296,9 @@ CODES = integers(6, ROWS, 1, seed=6)
 TWO, PARTS = (2,), {"micro_batches": 2}
 CASES = [
     Case("dense layers, activations, shapes, merging", dense, cut(normal(ROWS, 4, 3), Y), "", TWO),
-    Case(
-        "convolution and pooling in one dimension",
-        side_by_side((6, 2), lambda: layers.Conv1D(2, 1), along_one_axis),
-        cut(normal(ROWS, 6, 2), Y),
-        replicas=TWO,
-    ),
-    Case(
-        "convolution and pooling in two dimensions",
-        side_by_side((5, 5, 2), lambda: layers.Conv2D(2, 1), along_two_axes),
-        cut(normal(ROWS, 5, 5, 2), Y),
-        replicas=TWO,
-    ),
-    Case(
-        "convolution and pooling in three dimensions",
-        side_by_side((3, 4, 3, 1), lambda: layers.Conv3D(2, 1), along_three_axes),
-        cut(normal(ROWS, 3, 4, 3, 1), Y),
-        replicas=TWO,
-        options=PARTS,
-    ),
+    convolving(6, 2),
+    convolving(5, 5, 2),
+    convolving(3, 4, 3, 1, micro_batches=2),
     Case("recurrent layers over padded sequences", recurrent, cut(sequences(1), Y), "", TWO),
     Case(
         "a masked score for each step, some rows all padding",
@@ -406,7 +341,6 @@ CASES = [
         cut(normal(ROWS, 4, 3), Y),
         replicas=TWO,
     ),
-    Case("penalties and constraints on weights", held, cut(sequences(5), Y)),
     Case(
         "lookups, hashing, buckets and an adapted normalisation",
         categories,
