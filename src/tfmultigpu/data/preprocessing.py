@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,16 +13,6 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.passes import SharedNumber
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-
-# The key of a window holds the number of its batch, and in the lower bits its number of rows.
-_ROW_BITS = 32
-
-
-class OwnRows(NamedTuple):
-    """The rows of a global batch that this process holds, beside how many it has in all."""
-
-    global_rows: Any
-    batch: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +36,7 @@ class Preprocessing:
     def own_rows(
         self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int
     ) -> tf.data.Dataset[Any]:
-        """Returns the preprocessed rows of this process of each batch: a dataset of ``OwnRows``."""
+        """Returns the rows of each batch, a number, and those of this process, preprocessed."""
         has_seed = takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -63,34 +53,21 @@ class Preprocessing:
             part = rows, seeds, partition.slice_rows(batch, start, stop)
             return (number, first_row + rows), part
 
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def rows_of(number: Any, part: Any) -> tf.data.Dataset[Any]:
+        # AutoGraph converts these two, for the function of the user.
+        def apply(seed: Any, example: Any) -> Any:
+            return self.function(example, seed) if has_seed else self.function(example)
+
+        def preprocess(*part: Any) -> tf.data.Dataset[Any]:
             rows, seeds, batch = part
-            count = tf.shape(seeds, tf.int64)[0]
-            key = tf.bitwise.left_shift(number, tf.constant(_ROW_BITS, tf.int64)) + count
-            beside = tf.fill([count], key), tf.fill([count], rows), seeds
-            return tf.data.Dataset.from_tensor_slices((*beside, batch))
-
-        def apply(key: Any, rows: Any, seed: Any, example: Any) -> Any:  # AutoGraph converts it.
-            return key, rows, self.function(example, seed) if has_seed else self.function(example)
-
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def size_of(key: Any) -> Any:
-            return tf.bitwise.bitwise_and(key, tf.constant(2**_ROW_BITS - 1, tf.int64))
+            examples = tf.data.Dataset.from_tensor_slices((seeds, batch))
+            results = examples.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            batch = results.batch(tf.shape(seeds, tf.int64)[0])
+            return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(rows), batch))
 
         begin = tf.constant(-1, tf.int64), tf.constant(0, tf.int64)
-        rows = batches.scan(begin, own).skip(skip).enumerate().flat_map(rows_of)
-        rows = rows.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        # Rows come in order, so one window is filled after the other.
-        windows = rows.group_by_window(
-            lambda key, *rest: key,
-            lambda key, window: window.batch(size_of(key)),
-            window_size_func=size_of,
-        )
-        finish = tf.autograph.experimental.do_not_convert(
-            lambda key, rows, results: OwnRows(rows[0], results)
-        )
-        return windows.map(finish)
+        parts = batches.scan(begin, own).skip(skip)
+        # Two batches at a time: threads begin with the next one before the last row is ready.
+        return parts.interleave(preprocess, 2, num_parallel_calls=2, deterministic=True)
 
 
 def own_range(offsets: Any, local: Sequence[int]) -> tuple[Any, Any]:
@@ -98,9 +75,10 @@ def own_range(offsets: Any, local: Sequence[int]) -> tuple[Any, Any]:
     return offsets[local[0]], partition.shard_bounds(offsets, local[-1])[1]
 
 
-def divide_own_rows(own: OwnRows, shares: Sequence[int], local: Sequence[int]) -> tuple[Any, Any]:
+def divide_own_rows(
+    rows: Any, batch: Any, shares: Sequence[int], local: Sequence[int]
+) -> tuple[Any, Any]:
     """Returns the shards of the replicas of this process, and the offsets of all shards."""
-    rows, batch = own
     offsets = partition.shard_offsets(rows, shares)
     first, _ = own_range(offsets, local)
     bounds = [partition.shard_bounds(offsets, shard) for shard in local]

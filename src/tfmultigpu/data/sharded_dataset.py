@@ -16,7 +16,6 @@ from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.passes import read_over
 from tfmultigpu.data.preprocessing import (
-    OwnRows,
     Preprocessing,
     divide_own_rows,
     draw_seed,
@@ -205,7 +204,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         if preprocessing is not None:
             own: Any = compared_over_workers(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
-            spec = own.element_spec.batch
+            spec = own.element_spec[1]
         if prefetch_to_device is None:
             ends = self._cardinality != tf.data.INFINITE_CARDINALITY
             prefetch_to_device = should_prefetch(spec, strategy) and not (has_workers and ends)
@@ -217,10 +216,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             cut = self._cut
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-            def divide(own: OwnRows) -> Any:
+            def divide(rows: Any, batch: Any) -> Any:
                 if not cut.is_needed:
-                    return own.batch
-                return cut.flatten(*divide_own_rows(own, shares, local))
+                    return batch
+                return cut.flatten(*divide_own_rows(rows, batch, shares, local))
 
             elements = own.map(divide)
         elif elements is None or has_workers:
