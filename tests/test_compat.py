@@ -70,6 +70,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_resolved_output_names",
         "_should_trace",
         "_strided_slice_assign",
+        "_symbolic_build",
         "_trainable_variables",
         "_update_input",
     }
@@ -364,6 +365,16 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     without = mlp()
     without.compile(loss="mse")
     assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
+
+
+def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
+    with strategy_of(2).scope():
+        model = mlp()
+        model.compile(loss="mse", metrics=["mae"])
+    for attributes in (_compat.without_building(), {}):
+        with setting(model, **attributes):
+            model._maybe_symbolic_build(data_batch=(X, X[:, :3]))
+        assert model._compile_metrics.built is (not attributes)
 
 
 # Collectives that wait for a worker ---------------------------------------------------------------

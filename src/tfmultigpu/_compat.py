@@ -7,8 +7,6 @@ Each function names the attribute, why the public API is not enough, and what ha
 from __future__ import annotations
 
 import copy
-import functools
-import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -233,14 +231,7 @@ def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
     Private: ``keras.src.trainers.data_adapters.get_data_adapter``. Keras has no public name for how
     it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it neither is read.
     """
-    import keras
-
-    adapters = importlib.import_module("keras.src.trainers.data_adapters")
-    module = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
-    make_adapter: Any = adapters.get_data_adapter
-    if isinstance(data, keras.utils.PyDataset):
-        # Threads begin with an adapter, and a pass that is broken off leaves one behind.
-        make_adapter = functools.partial(module.PyDatasetAdapter, class_weight=None, shuffle=False)
+    make_adapter: Any = pkgutil.resolve_name("keras.src.trainers.data_adapters:get_data_adapter")
 
     def epoch() -> Iterator[Any]:
         adapter = make_adapter(data)
@@ -255,6 +246,15 @@ def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
     except ValueError:
         return None
     return None if is_array else epoch
+
+
+def without_building() -> dict[str, Any]:
+    """Returns attributes of a model with which the loops of Keras do not build it from a batch.
+
+    Private: ``model._symbolic_build``. Keras would build what its ``train_step`` needs, which may
+    fail, and offers no other way to leave that out. Without it Keras builds.
+    """
+    return {"_symbolic_build": lambda **_: None}
 
 
 def is_part_of_keras(source: Any) -> bool:

@@ -170,13 +170,6 @@ def test_a_function_that_returns_the_same_generator_fails_at_the_second_pass() -
     )
 
 
-def test_a_generator_without_batches() -> None:
-    def nothing() -> Iterator[Any]:
-        return iter(())
-
-    assert text_of(nothing) == "The data yields no batches. Received: 'nothing'."
-
-
 # PyDataset ----------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ LOOPS = (
     Mutation(
         "class weights are forgotten",
         "data/class_weights.py",
-        (("weight + (1 - tf.reduce_sum(is_class, -1))", "tf.ones_like(weight)"),),
+        (("tf.where(labels == number, tf.constant(value, dtype), weight)", "weight"),),
         (
             "promises/test_fit.py::"
             "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
@@ -65,12 +65,7 @@ LOOPS = (
     Mutation(
         "only the first batches of an evaluation are in its loss",
         "addons/loops/loop.py",
-        (
-            (
-                "totals if self._totals is None else add(self._totals, totals)",
-                "totals if self._totals is None else self._totals",
-            ),
-        ),
+        (("self.sums = add(self.sums, totals)", "self.sums = self.sums or totals"),),
         ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
     ),
     Mutation(

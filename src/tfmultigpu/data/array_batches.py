@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import any_rows, count_rows, structure_of
-from tfmultigpu.data.class_weights import weighting
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset
@@ -22,33 +21,27 @@ def shard_arrays(
     strategy: tf.distribute.Strategy,
     keep: Callable[[Any, Callable[[], Any]], Any],
     *,
-    endless: bool = True,
     shuffle: bool = False,
     seed: int = 0,
     first_batch: int = 0,
-    class_weight: Any = None,
     shares: Sequence[float] | None = None,
 ) -> ShardedDataset:
-    """Returns the global batches of arrays with rows, as shards for the replicas."""
-    import keras
-
+    """Returns the global batches of arrays with rows, without end, as shards for the replicas."""
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     specs = tf.nest.map_structure(any_rows, arrays)
-    weigh = None if class_weight is None else weighting(class_weight)
 
     def pipeline(arrays: Any, seed: Any, first_batch: Any) -> Any:
-        passes = functools.partial(_passes, arrays, batch_size, endless, shuffle, seed, first_batch)
-        uncut = passes([weigh])
+        passes = functools.partial(_passes, arrays, batch_size, shuffle, seed, first_batch)
+        uncut = passes(None)
         cut = Cut(strategy, whole_shares, uncut.element_spec)
-        return uncut, passes([weigh, cut.function]) if cut.is_needed else uncut
+        return uncut, passes(cut.function) if cut.is_needed else uncut
 
     def trace() -> Any:
         scalar = tf.TensorSpec([], tf.int64)
         # Made once: TensorFlow would warn of a trace for each model.
         return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
 
-    weights = None if class_weight is None else (dict(class_weight), keras.config.floatx())
-    kind = structure_of(arrays), specs, batch_size, endless, shuffle, weights
+    kind = structure_of(arrays), specs, batch_size, shuffle
     traced = keep((strategy, whole_shares, kind), trace)
     numbers = (tf.constant(number, tf.int64) for number in (seed, first_batch))
     batches, elements = traced(arrays, *numbers)
@@ -56,13 +49,12 @@ def shard_arrays(
 
 
 def _passes(
-    arrays: Any, batch_size: int, endless: bool, shuffle: bool, seed: Any, first_batch: Any,
-    finish: Sequence[Callable[..., Any] | None],
+    arrays: Any, batch_size: int, shuffle: bool, seed: Any, first_batch: Any,
+    finish: Callable[..., Any] | None,
 ) -> tf.data.Dataset[Any]:  # fmt: skip
     rows = tf.cast(count_rows(arrays), tf.int64)
     per_pass = -(-rows // batch_size)
     numbers = tf.data.Dataset.counter(first_batch)
-    numbers = numbers if endless else numbers.take(per_pass)
 
     # One function makes the batch and finishes it: TensorFlow takes milliseconds to prepare each
     # for a new iterator.
@@ -73,10 +65,9 @@ def _passes(
         else:
             start = place % per_pass * batch_size
             batch = slice_rows(arrays, start, start + batch_size)
-        for function in finish:
-            if function is not None:  # As in tf.data, only a tuple is several arguments.
-                batch = function(*batch) if type(batch) is tuple else function(batch)
-        return batch
+        if finish is None:
+            return batch
+        return finish(*batch) if type(batch) is tuple else finish(batch)  # As in tf.data.
 
     if not shuffle:
         return numbers.map(batch_of)

@@ -37,8 +37,9 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
             labels = tf.argmax(y, axis=-1, output_type=tf.int32)
         else:
             labels = tf.cast(tf.round(y if y.shape.rank == 1 else tf.squeeze(y, -1)), tf.int32)
-        is_class = tf.cast(tf.expand_dims(labels, -1) == list(weights), dtype)
-        weight = tf.linalg.matvec(is_class, tf.constant(list(weights.values()), dtype))
-        return x, y, weight + (1 - tf.reduce_sum(is_class, -1))
+        weight = tf.ones_like(labels, dtype)
+        for number, value in weights.items():
+            weight = tf.where(labels == number, tf.constant(value, dtype), weight)
+        return x, y, weight
 
     return weigh

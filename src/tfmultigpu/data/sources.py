@@ -23,12 +23,9 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
             "An iterator can be read once, and inspecting it would lose batches. Received: "
             f"{type(data).__name__}. Give its function, make_batches, not make_batches()."
         )
-    is_dataset = isinstance(data, tf.data.Dataset)
-    passes: Any = None
-    if is_dataset or callable(data):
-        passes = data
-    elif not _is_arrays(data):
-        passes = _compat.passes_of_keras(data)
+    passes: Any = data
+    if not (isinstance(data, tf.data.Dataset) or callable(data)):
+        passes = None if is_arrays(data) else _compat.passes_of_keras(data)
     if passes is None:
         arrays = tensors_of_arrays(data)
         if batch_size is None:
@@ -55,7 +52,7 @@ def to_examples(source: Any) -> tf.data.Dataset[Any]:
     check_not_distributed(source)
     if isinstance(source, tf.data.Dataset):
         return source
-    if not _is_arrays(source):
+    if not is_arrays(source):
         raise DataError(
             "preprocess takes single examples: a tf.data.Dataset of them, or arrays. Received: "
             f"{type(source).__name__}. Of an object with source[i] give the numbers, "
@@ -72,6 +69,15 @@ def check_not_distributed(data: Any) -> None:
             f"The data is already distributed. Received: {type(data).__name__}. Give the original "
             "data, from which global batches are formed."
         )
+
+
+def is_arrays(data: Any) -> bool:
+    """Returns whether data is arrays or numbers, in any structure, which need a batch size."""
+    kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
+    return all(
+        leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, kinds)
+        for leaf in tf.nest.flatten(data)
+    )
 
 
 def tensors_of_arrays(data: Any) -> Any:
@@ -98,10 +104,6 @@ def tensors_of_arrays(data: Any) -> Any:
             f"{shapes}."
         )
     return arrays
-
-
-def _is_arrays(data: Any) -> bool:
-    return bool(tf.nest.is_nested(data)) or hasattr(data, "__array__")
 
 
 def _array_to_tensor(value: Any) -> Any:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -28,33 +29,33 @@ class EpochMetrics:
     container: Any = None
 
     @classmethod
-    def of(cls, metrics: Mapping[str, Iterable[Any]]) -> EpochMetrics:
-        """Names the metrics of each step; after the step, too, if several have one name."""
-        owners: dict[int, tuple[str, Any]] = {}
-        for step, updated in metrics.items():
-            for metric in updated:
-                owners.setdefault(id(metric), (step, metric))
-        names = [metric.name for _, metric in owners.values()]
+    def of(cls, steps: Mapping[str, Any], models: Iterable[Any], batch_spec: Any) -> EpochMetrics:
+        """Returns the metrics of steps, and those of models that their forward passes update.
+
+        Those of a chain have the names of their steps before their own, as its losses have.
+        """
+        inside = [metric for model in models for metric in _attributes(model)]
         named: dict[str, Any] = {}
-        for step, metric in owners.values():
-            several = names.count(metric.name) > 1 and step
-            name = f"{step}_{metric.name}" if several else metric.name
-            if name in named:
-                raise ValueError(
-                    f"Two metrics have one name, so the logs would hold one of them. Received: "
-                    f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
-                )
-            named[name] = metric
+        for step_name, step in steps.items():
+            assigned = {id(v) for v in step.assigned(batch_spec)} if inside else set()
+            updated = [m for m in inside if any(id(v) in assigned for v in m.variables)]
+            for metric in (*step.metrics, *updated):
+                name = f"{step_name}_{metric.name}" if step_name else metric.name
+                if named.setdefault(name, metric) is not metric:
+                    raise ValueError(
+                        "Two metrics have one name, so the logs would hold one of them. Received: "
+                        f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
+                    )
         return cls(named)
 
-    @property
     def variables(self) -> list[Any]:
-        """The variables of all metrics."""
+        """Returns the variables of all metrics."""
         return [variable for owner in self._owners for variable in owner.variables]
 
     @property
     def _owners(self) -> list[Any]:
-        return [*([] if self.container is None else [self.container]), *self.own.values()]
+        owners = [*([] if self.container is None else [self.container]), *self.own.values()]
+        return list({id(owner): owner for owner in owners}.values())  # Two steps may share one.
 
     def reset(self) -> None:
         """Resets all metrics; not traced: some create their variables in their first update."""
@@ -78,11 +79,10 @@ class EpochMetrics:
         return concrete
 
 
-def metrics_that_assign(models: Iterable[Any], assigned: Iterable[Any]) -> list[Any]:
-    """Returns the metrics of models that have a variable which a forward pass assigns."""
-    changed = {id(variable) for variable in assigned}
-    metrics = {id(m): m for model in models for m in getattr(model, "metrics", ())}
-    return [m for m in metrics.values() if any(id(v) in changed for v in m.variables)]
+def _attributes(model: Any) -> list[Any]:
+    """Returns the metrics that are attributes of a model or of its layers, not those of compile."""
+    inside = {id(metric) for metric in keras.layers.Layer.metrics.fget(model)}
+    return [metric for metric in model.metrics if id(metric) in inside]
 
 
 def read_compiled(
@@ -93,16 +93,12 @@ def read_compiled(
     Creates the metrics that Keras would create, in the scope; ``model.metrics`` holds them
     afterwards. As in Keras, those that its layers update in ``call`` are in the logs too.
     """
-    import keras
-
-    check_labels(model, batch_spec)
     arguments = compile_arguments(model)
     x, y_true, _ = unpack_batch(batch_spec)
     y_pred = _outputs(model, x)
     given = {name: _by_key(arguments.get(name), y_pred) for name in ("loss", "loss_weights")}
     _check_reductions(given["loss"])
-    inside = {id(metric) for metric in keras.layers.Layer.metrics.fget(model)}
-    own = {metric.name: metric for metric in model.metrics if id(metric) in inside}
+    own = {metric.name: metric for metric in _attributes(model)}
     container = None
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):

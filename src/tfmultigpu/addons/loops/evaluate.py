@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from tfmultigpu.addons.loops.cache import checked_strategy
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
 from tfmultigpu.addons.loops.methods import around, as_method, refuse_own_methods, run_keras
@@ -83,23 +82,22 @@ def evaluate(
     refuse_own_methods(model, "evaluate")
     check_steps(steps)
     data = labelled(data, x, y, sample_weight, "evaluate")
-    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
+    feed = feed_of(model, "evaluation", data, strategy, batch_size, steps)
     loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
     check_values_alike(strategy, model)
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     hooks.serve(loop)
     with _keeping_metrics(model, strategy):
-        logs = _run(model, loop, feed, steps, hooks)
+        logs = _run(hooks, steps)
     # Keras knows the order of losses only where it has built them itself.
     return logs if return_dict else as_list(model, logs)
 
 
-def _run(
-    model: Any, loop: Loop, feed: Feed, steps: int | None, hooks: Hooks, **more: Any
-) -> dict[str, Any]:
-    with setting(model, **around(loop)):
+def _run(hooks: Hooks, steps: int | None, **more: Any) -> dict[str, Any]:
+    loop, options = hooks.evaluation, {"steps": steps, "return_dict": True, **more}
+    with setting(hooks.model, **around(loop)):
         logs: dict[str, Any] = run_keras(
-            model, "evaluate", feed, steps=steps, callbacks=hooks, return_dict=True, **more
+            hooks.model, "evaluate", loop.feed, callbacks=hooks, **options
         )
     return logs
 
@@ -118,26 +116,24 @@ def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[N
             part.assign(value)
 
 
-def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
+def evaluation_methods(model: Any, verify: Any, hooks: FitHooks) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
     Keras' own give other numbers on several replicas.
     """
-    known: Any = weakref.ref(program.model)
 
     def ours(name: str, function: Any) -> Any:
-        def call(**given: Any) -> Any:
-            refuse_own_methods(known(), name, name)
-            return function(known(), **given, verify=program.verify)
+        def call(model: Any, **arguments: Any) -> Any:
+            refuse_own_methods(model, name, name)
+            return function(model, **arguments)
 
-        return as_method(name, call)
+        return as_method(model, name, call, verify=verify)
 
-    def evaluates(*args: Any, **given: Any) -> Any:
-        model, feed = known(), given.get("x")
-        if not isinstance(feed, Feed):
-            return ours("evaluate", evaluate)(*args, **given)
-        if (loop := hooks.loop("test")) is None:
-            hooks.serve(loop := program.evaluation_loop(feed))
-        return _run(model, loop, feed, given["steps"], hooks, _use_cached_eval_dataset=True)
+    evaluates = ours("evaluate", evaluate)
 
-    return {"evaluate": evaluates, "predict": ours("predict", predict)}
+    def validates(*args: Any, **arguments: Any) -> Any:
+        if isinstance(arguments.get("x"), Feed):
+            return _run(hooks, arguments["steps"], _use_cached_eval_dataset=True)
+        return evaluates(*args, **arguments)
+
+    return {"evaluate": validates, "predict": ours("predict", predict)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -168,11 +168,3 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         else:
             for epoch in range(first, begin):
                 skip(epoch)
-
-
-class PredictFeed(Feed):
-    """Data of a prediction, of which Keras reads each batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Returns an iterator that begins when it is read: Keras makes one to spare."""
-        yield from self.batches

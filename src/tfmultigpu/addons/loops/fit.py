@@ -11,13 +11,7 @@ import keras
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks, resuming, to_list
-from tfmultigpu.addons.loops.inputs import (
-    check_steps,
-    labelled,
-    pass_feed,
-    split_off,
-    training_feed,
-)
+from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled, split_off
 from tfmultigpu.addons.loops.methods import around, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
@@ -97,7 +91,7 @@ def fit(
             the logs are shown like metrics, over the whole epoch. Compile the model with an
             optimizer only. A second call of ``fit`` traces it anew; a ``step`` is not traced again.
         step: A step of ``make_train_step`` or ``chain_steps``. Its logs are shown: ``"loss"``, or
-            ``"NAME_loss"`` for each step of a chain.
+            ``"NAME_loss"`` for each step of a chain, and its metrics, likewise.
         eval_step: A step of ``make_eval_step`` for validation; None means ``forward``, or the
             compiled losses.
         micro_batches: See ``make_train_step``.
@@ -161,27 +155,28 @@ def fit(
         epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],
     )  # fmt: skip
     try:
-        feed = training_feed(
-            model, data, strategy, batch_size=kwargs["batch_size"], steps=kwargs["steps_per_epoch"],
+        feed = feed_of(
+            model, "training", data, strategy, kwargs["batch_size"], kwargs["steps_per_epoch"],
             shuffle=kwargs.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
             class_weight=kwargs.pop("class_weight"), shares=shares, position=hooks.position,
         )  # fmt: skip
         loop = program.training_loop(feed, width)
         if kwargs["validation_data"] is not None:
             size = kwargs["validation_batch_size"] or kwargs["batch_size"]
-            validation = pass_feed(
+            validation = feed_of(
                 model, "validation", kwargs["validation_data"], strategy, size,
                 kwargs["validation_steps"],
             )  # fmt: skip
-            program.check_validation(validation.element_spec)
+            program.check_validation()
             frequency, start = kwargs["validation_freq"], hooks.start
             feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
             kwargs["validation_data"] = validation
+            hooks.serve(program.evaluation_loop(validation))
         hooks.train(loop, program.trained)
         for part in program.trained:
             check_values_alike(strategy, part.model, part.optimizer)
         kwargs |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
-        with setting(model, **around(loop), **evaluation_methods(program, hooks)):
+        with setting(model, **around(loop), **evaluation_methods(model, verify, hooks)):
             return run_keras(model, "fit", feed, **kwargs)
     finally:
         hooks.exit()

@@ -14,7 +14,7 @@ from tfmultigpu._compat import is_part_of_keras, profiles_batches
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
-from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
+from tfmultigpu.addons.loops.workers import check_alike, check_same_training, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.preprocessing import draw_seed
 from tfmultigpu.errors import CheckpointError, LossError
@@ -29,9 +29,11 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     Attributes:
         strategy: The strategy of the model.
+        evaluation: The loop of an evaluation or a validation.
         outputs: The outputs of the last batch of a prediction.
     """
 
+    evaluation: Loop
     outputs: Any = None
 
     def __init__(
@@ -41,7 +43,8 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list."""
         if verbose not in (0, 1, 2, "auto"):
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
-        shown = verbose if WorkerExchange(strategy).is_chief else 0
+        self._exchange = WorkerExchange(strategy)
+        shown = verbose if self._exchange.is_chief else 0
         callbacks = to_list(callbacks)
         check_callbacks(callbacks, model, step)
         adapt_callbacks(callbacks, getattr(model, "optimizer", None))
@@ -50,17 +53,11 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
             model=model, **params,
         )  # fmt: skip
         self.strategy = strategy
-        self._loops: dict[str, Loop] = {}
-        self._same = SameTraining(strategy, model)
 
     def serve(self, loop: Loop) -> None:
-        """Calls the hooks of a loop from now on."""
-        self._loops[loop.mode] = loop
+        """Calls the hooks of an evaluation."""
+        self.evaluation = loop
         loop.hooks = self
-
-    def loop(self, mode: str) -> Loop | None:
-        """Returns the loop whose hooks are called, if there is one."""
-        return self._loops.get(mode)
 
     def every_batches(self, mode: str) -> list[int]:
         """Returns the numbers of batches after which callbacks of any worker want to be called."""
@@ -72,30 +69,28 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         for callback in self.callbacks:
             not_ending_the_epoch(getattr(callback, f"on_{mode}_batch_{moment}"), batch, logs)
 
-    def _after(self, loop: Loop | None) -> None:
-        if loop is None or loop.waiting or not loop.ran:
-            return
-        self.call(loop.mode, "end", loop.done - 1, dict(loop.logs))
-        self._same.agree_on_stopping(loop.flag)
+    def agree_on_stopping(self, flag: str = "stop_training") -> None:
+        """Sets a flag of the model on all workers if it is set on any."""
+        if self._exchange.workers > 1:
+            wanted = int(bool(getattr(self.model, flag, False)))
+            setattr(self.model, flag, bool(self._exchange(flag, [wanted]).any()))
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Begins a pass of an evaluation."""
         super().on_test_begin(logs)
-        if (loop := self._loops.get("test")) is not None:
-            loop.feed.begin_epoch()
-            loop.begin()
+        self.evaluation.feed.begin_epoch()
+        self.evaluation.begin()
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Does nothing: the loop calls the hooks."""
+    def _of_the_loop(self, batch: int, logs: Any = None) -> None:
+        """Does nothing: Keras counts each batch, and a loop calls the hooks itself."""
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Calls the hooks if Keras has counted all batches of a call."""
-        self._after(self._loops.get("test"))
+    on_train_batch_begin = on_train_batch_end = _of_the_loop
+    on_test_batch_begin = on_test_batch_end = _of_the_loop
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Calls the hooks with the outputs, which Keras is not given."""
         super().on_predict_batch_end(batch, {"outputs": self.outputs})
-        self._same.agree_on_stopping("stop_predicting")
+        self.agree_on_stopping("stop_predicting")
 
 
 class FitHooks(Hooks):
@@ -136,14 +131,17 @@ class FitHooks(Hooks):
                     f"end. Received: {type(optimizer).__name__} with use_ema=True. Leave out "
                     "use_ema, or write a loop over tmg.make_train_step."
                 )
-        self.serve(loop)
+        loop.hooks = self
         self._training, self._trained = loop, trained
-        self.sums, self.metric_variables = loop.sums, loop.metric_variables
+        self.sums, self.metric_variables = loop.sums, loop.metrics.variables
         self.changed_variables = loop.step.changed_variables
         loop.seen = self.start.batches
         self.set_params({**self.params, "steps": loop.feed.steps})
         own = [c for c in self.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
-        self._same = SameTraining(self.strategy, self.model, trained, own)
+        kinds = {"kinds": [type(callback).__name__ for callback in own]}
+        # Callbacks that only some workers have may change the weights of these alone.
+        difference = self._exchange.find_difference("the callbacks of fit", kinds)
+        self._compares_weights = difference is not None
 
     @property
     def batches(self) -> int:
@@ -159,25 +157,17 @@ class FitHooks(Hooks):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins an epoch, or the rest of one."""
         loop, start = self._training, self.start
-        loop.sums.clear()
         super().on_epoch_begin(epoch, logs)
         loop.feed.begin_epoch()
         skipped = start.step if epoch == start.epoch else 0
         loop.feed.skip(skipped)
         loop.begin(skipped)
-        self._same.agree_on_stopping()
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Does nothing: the loop calls the hooks."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Calls the hooks if Keras has counted all batches of a call."""
-        self._after(self._training)
+        self.agree_on_stopping()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Calls the hooks; then all workers have one model, or an error."""
         super().on_epoch_end(epoch, logs)
-        self._same.check()
+        self._check_workers()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts averages into all trained variables, as Keras has for one optimizer."""
@@ -186,7 +176,10 @@ class FitHooks(Hooks):
             with nullcontext() if update is None else update.updating():
                 part.optimizer.finalize_variable_values(part.variables)
         super().on_train_end(logs)
-        self._same.check()
+        self._check_workers()
+
+    def _check_workers(self) -> None:
+        check_same_training(self._exchange, self.model, self._trained, self._compares_weights)
 
     def exit(self) -> None:
         """Calls ``on_fit_exit`` of callbacks that have it: the end of a training, or an error."""

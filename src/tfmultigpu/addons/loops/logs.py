@@ -1,41 +1,13 @@
-"""Logs as Keras has them, made of sums: each value is divided once, when somebody reads it."""
+"""Logs as Keras has them, made of sums: each value is divided once."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tfmultigpu.steps.tally import Tally
-
-
-class Logs(Mapping[str, Any]):
-    """Logs that are computed when somebody reads them.
-
-    Keras passes on what is no ``dict``; over a ``dict`` it would put results of metrics.
-    """
-
-    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Takes the function that computes them."""
-        self._read = read
-
-    @functools.cached_property
-    def _values(self) -> Mapping[str, Any]:
-        return self._read()
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a value."""
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterates over the names."""
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        """Returns the number of values."""
-        return len(self._values)
 
 
 def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:

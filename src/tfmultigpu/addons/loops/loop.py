@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.logs import Logs, evaluation_logs, training_logs
+from tfmultigpu.addons.loops.logs import evaluation_logs, training_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.tally import add, additive
@@ -25,36 +26,41 @@ class Loop(abc.ABC):
         flag: The attribute of the model by which a callback ends the loop.
         hooks: The callbacks; see ``hooks.Hooks``.
         feed: The data.
+        step: The step that runs on it.
+        metrics: The metrics in the logs.
+        sums: Sums over the batches of this epoch, from which its losses are made.
         done: Batches of this epoch.
         seen: Batches since the beginning.
         waiting: Batches that ran, and that Keras has not counted yet.
         ran: Whether a batch has run in this epoch, here.
-        logs: The logs of this epoch so far.
+        logs: The logs of this epoch, up to the last call of the hooks.
     """
 
     mode = "train"
     flag = "stop_training"
-    metrics: Any
 
-    def __init__(self, model: Any, feed: Feed, pace: CallLength, width: int | None = None) -> None:
-        """Takes the model (not kept alive), its data, and the batches of a call.
+    def __init__(
+        self, model: Any, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
+        width: int | None = None,
+    ) -> None:  # fmt: skip
+        """Takes the model (not kept alive), its data, the step, and the batches of a call.
 
         ``width`` is the number of batches in a call that the user has set, or None.
         """
-        self.model, self.feed = weakref.proxy(model), feed
-        self._pace, self._width = pace, width
+        self.model, self.feed, self.step = weakref.proxy(model), feed, step
+        self.metrics, self._pace, self._width = metrics, pace, width
+        self.sums: Any = {}
         self.hooks: Any = None
         self.done = self.seen = self.waiting = 0
         self.ran = False
-        self.logs: Mapping[str, Any] = {}
+        self.logs: dict[str, Any] = {}
 
     def begin(self, skipped: int = 0) -> None:
         """Begins an epoch, some batches of which an earlier process has trained on."""
         self.done = self.waiting = skipped
-        self.ran = False
-        self.logs = Logs(self.read)
+        self.ran, self.logs = False, {}
 
-    def __call__(self, feed: Any) -> Mapping[str, Any]:
+    def __call__(self, feed: Any) -> dict[str, Any]:
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
@@ -66,22 +72,24 @@ class Loop(abc.ABC):
         if not self.waiting:
             self._advance()
         self.waiting -= 1
+        if not self.waiting:
+            self.logs = self.read()
+            if self.ran:
+                self.hooks.call(self.mode, "end", self.done - 1, dict(self.logs))
+                self.hooks.agree_on_stopping(self.flag)
         return self.logs
 
     def reset(self) -> None:
-        """Forgets the batches of this epoch so far, as ``model.reset_metrics`` does."""
+        """Forgets the batches of this epoch so far, in losses and metrics."""
         self.metrics.reset()
-
-    def results(self) -> dict[str, Any]:
-        """Returns the logs, as ``model.get_metrics_result`` does."""
-        return dict(self.logs)
+        self.sums.clear()
 
     @abc.abstractmethod
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
 
     @abc.abstractmethod
-    def read(self) -> Mapping[str, Any]:
+    def read(self) -> dict[str, Any]:
         """Returns the logs of the epoch so far."""
 
     def _advance(self) -> None:
@@ -97,7 +105,6 @@ class Loop(abc.ABC):
                 raise no_batches(self.feed.source)
             raise StopIteration  # The end of data of unknown length.
         self.done, self.seen, self.waiting, self.ran = self.done + ran, self.seen + ran, ran, True
-        self.logs = Logs(self.read)
         if getattr(self.model, self.flag, False):
             self.waiting = 1  # Keras stops after this batch.
 
@@ -116,26 +123,7 @@ class Loop(abc.ABC):
 
 
 class TrainingLoop(Loop):
-    """``model.train_function``.
-
-    Attributes:
-        sums: Sums over the batches of the epoch, from which logs are made.
-    """
-
-    def __init__(self, model: Any, feed: Feed, pace: Any, width: Any, step: Any, metrics: Any):
-        """Stores the step and the metrics; see the class."""
-        super().__init__(model, feed, pace, width)
-        self.step, self.metrics = step, metrics
-        self.sums: dict[str, float] = {}
-
-    def reset(self) -> None:
-        """Forgets the batches of this epoch so far, in losses and metrics."""
-        super().reset()
-        self.sums.clear()
-
-    def metric_variables(self) -> list[Any]:
-        """Returns the variables of the metrics in the logs."""
-        return list(self.metrics.variables)
+    """``model.train_function``."""
 
     def run(self, iterator: Any, steps: int) -> int:
         """Trains on up to ``steps`` batches."""
@@ -146,7 +134,7 @@ class TrainingLoop(Loop):
             self.sums[name] = self.sums.get(name, 0.0) + value
         return ran
 
-    def read(self) -> Mapping[str, Any]:
+    def read(self) -> dict[str, Any]:
         """Returns the logs of the epoch so far."""
         return training_logs(self.sums, self.metrics.results()) if self.sums else {}
 
@@ -157,34 +145,17 @@ class EvaluationLoop(Loop):
     mode = "test"
     flag = "stop_evaluating"
 
-    def __init__(self, model: Any, feed: Feed, strategy: Any, step: Any, metrics: Any) -> None:
-        """Stores the eval step and the metrics."""
-        super().__init__(model, feed, CallLength(strategy, measured=0, steps=32))
-        self._step, self.metrics = step, metrics
-
-    def begin(self, skipped: int = 0) -> None:
-        """Begins a pass."""
-        super().begin()
-        self._totals: Any = None
-
-    def reset(self) -> None:
-        """Forgets the batches of this pass so far, in losses and metrics."""
-        super().reset()
-        self._totals = None
-
     def run(self, iterator: Any, steps: int) -> int:
         """Evaluates up to ``steps`` batches."""
-        totals = self._step.totals(iterator, steps)
+        totals = self.step.totals(iterator, steps)
         ran = int(additive(totals)["steps"])
         if ran:
-            self._totals = totals if self._totals is None else add(self._totals, totals)
+            self.sums = add(self.sums, totals)
         return ran
 
-    def read(self) -> Mapping[str, Any]:
+    def read(self) -> dict[str, Any]:
         """Returns the logs so far."""
-        if self._totals is None:
-            return {}
-        return evaluation_logs(self._totals[""], self.metrics.results())
+        return evaluation_logs(self.sums[""], self.metrics.results()) if self.sums else {}
 
 
 def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:

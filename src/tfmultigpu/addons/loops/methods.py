@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfmultigpu._compat import without_building
 from tfmultigpu.addons.loops.loop import Loop
 from tfmultigpu.errors import LossError
 
@@ -55,17 +57,17 @@ def refuse_own_methods(model: Any, function: str, *methods: str) -> None:
 def around(loop: Loop) -> dict[str, Any]:
     """Returns what the loop of Keras calls instead of its own functions, as attributes of a model.
 
-    It would build again what ``train_step`` of Keras needs, which may fail, and read and reset
-    metrics that nothing updates. Private: ``_symbolic_build``; without it Keras builds.
+    It would build what ``train_step`` of Keras needs, and read and reset metrics that nothing
+    updates.
     """
     # Methods of one batch, in a callback, call the functions of the loop with data of Keras.
     functions = ("train", "test", "predict") if loop.mode == "train" else (loop.mode,)
     return {
         "steps_per_execution": 1,
-        "_symbolic_build": lambda **_: None,
         "reset_metrics": loop.reset,
-        "get_metrics_result": loop.results,
+        "get_metrics_result": lambda: dict(loop.logs),
         **{f"{function}_function": loop for function in functions},
+        **without_building(),
     }
 
 
@@ -82,8 +84,11 @@ def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return inspect.unwrap(method.__func__)(model, *args, **kwargs)
 
 
-def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, which takes arguments by name, as a method of Keras."""
+def as_method(
+    model: Any, name: str, function: Callable[..., Any], **more: Any
+) -> Callable[..., Any]:
+    """Returns a function as a method of a model: with the arguments of Keras and ``more``."""
+    reference = weakref.ref(model)
     signature = inspect.signature(getattr(keras.Model, name))
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
     signature = signature.replace(parameters=own)
@@ -97,7 +102,8 @@ def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             )
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return function(**{**bound.arguments, "callbacks": bound.arguments["callbacks"] or ()})
+        callbacks = bound.arguments.pop("callbacks") or ()
+        return function(reference(), callbacks=callbacks, **bound.arguments, **more)
 
     method.__name__ = name
     method.__signature__ = signature  # type: ignore[attr-defined]

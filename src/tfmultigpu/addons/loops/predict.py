@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
 from tfmultigpu.addons.loops.hooks import Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import refuse_own_methods, run_keras
 from tfmultigpu.errors import DataError
@@ -78,7 +78,7 @@ def predict(
     data = labelled(data, x, None, None, "predict")
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
-    feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
+    feed = feed_of(model, "prediction", data, strategy, batch_size, steps)
     if not is_built(model):
         prepare_model(model, strategy, feed.element_spec)
     proxy: Any = weakref.proxy(model)
@@ -90,9 +90,10 @@ def predict(
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
+    feed.begin_epoch()
 
-    def run(batches: list[Any]) -> tuple[()]:
-        hooks.outputs = step(batches[0])
+    def run(_: Any) -> tuple[()]:
+        hooks.outputs = step(next(feed.iterator))
         waiting.append(hooks.outputs)
         if len(waiting) > _AHEAD:
             outputs.append(_to_host(waiting.popleft()))

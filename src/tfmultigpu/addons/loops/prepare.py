@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -58,23 +57,12 @@ def prepare(model: Any, **options: Any) -> ExitStack:
             f"{sorted(unknown)}. Those of Keras are for model.fit(...)."
         )
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
-    reference: Any = weakref.ref(model)
     verify = {"verify": options["verify"]} if "verify" in options else {}
-
-    def fit_method(validation_data: Any, **given: Any) -> Any:
-        valid = tuple(validation_data) if isinstance(validation_data, list) else validation_data
-        return fit(reference(), validation_data=valid, **given, **options)
-
-    def evaluate_method(**given: Any) -> Any:
-        return evaluate(reference(), **given, **verify)
-
-    def predict_method(**given: Any) -> Any:
-        return predict(reference(), **given, **verify)
-
-    functions: dict[str, Any] = {
-        "fit": fit_method, "evaluate": evaluate_method, "predict": predict_method,
-    }  # fmt: skip
-    methods = {name: as_method(name, function) for name, function in functions.items()}
+    methods = {
+        "fit": as_method(model, "fit", fit, **options),
+        "evaluate": as_method(model, "evaluate", evaluate, **verify),
+        "predict": as_method(model, "predict", predict, **verify),
+    }
     before = {name: vars(model)[name] for name in methods if name in vars(model)}
     vars(model).update(methods)  # Not by setattr, with which Keras would track them.
 

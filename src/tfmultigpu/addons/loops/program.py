@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,6 @@ from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
     compile_arguments,
-    metrics_that_assign,
     read_compiled,
 )
 from tfmultigpu.addons.loops.feed import Feed
@@ -103,7 +102,7 @@ class Program:
         # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
         calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
         pace = get_or_make(self.model, "pace", id(step), calls)
-        return TrainingLoop(self.model, feed, pace, width, step, metrics)
+        return TrainingLoop(self.model, feed, step, metrics, pace, width)
 
     def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
         model, strategy, step = self.model, self.strategy, self.step
@@ -130,9 +129,7 @@ class Program:
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
         models = [part.model for part in step.trained]
-        return step, EpochMetrics.of(
-            {name: _updated(part, models, spec) for name, part in steps.items()}
-        )
+        return step, EpochMetrics.of(steps, models, spec)
 
     def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
         """Returns the step for what the model was compiled with, and the metrics in its logs.
@@ -140,6 +137,7 @@ class Program:
         They are those of the last call with the same key and ``model.compile``.
         """
         arguments = compile_arguments(self.model)
+        check_labels(self.model, spec)
 
         def make_all() -> Any:
             losses, metrics = read_compiled(self.model, self.strategy, spec)
@@ -149,7 +147,7 @@ class Program:
         key = self.strategy, id(arguments), key
         return get_or_make(self.model, purpose, key, make_all)[:2]
 
-    def check_validation(self, spec: Any) -> None:
+    def check_validation(self) -> None:
         """Checks that there is something to validate with."""
         if self.eval_step is not None or self.forward is not None:
             return
@@ -160,18 +158,17 @@ class Program:
                 "tmg.make_eval_step(model, loss, strategy), or compile a loss."
             )
         refuse_own_methods(self.model, "evaluate")
-        check_labels(self.model, spec)
 
     def evaluation_loop(self, feed: Feed) -> Loop:
         """Returns what the loop of Keras calls to evaluate."""
         model, strategy, spec = self.model, self.strategy, feed.element_spec
-        proxy = weakref.proxy(model)
+        proxy, pace = weakref.proxy(model), CallLength(strategy, measured=0, steps=32)
         if self.eval_step is not None or self.forward is not None:
             step = self.eval_step or make_eval_step(
                 proxy, None, strategy, forward=self.forward, verify=self.verify
             )
-            metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
-            return EvaluationLoop(model, feed, strategy, step, metrics)
+            metrics = EpochMetrics.of({"": step}, [model], spec)
+            return EvaluationLoop(model, feed, step, metrics, pace)
         if not is_built(model):
             prepare_model(model, strategy, spec)
 
@@ -181,14 +178,7 @@ class Program:
         # A new layer or a frozen layer needs a new step.
         variables = [(id(variable), variable.trainable) for variable in model.variables]
         step, metrics = self._of_compiled("evaluate", (variables, self.verify), spec, make)
-        return EvaluationLoop(model, feed, strategy, step, metrics)
-
-
-def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:
-    """Returns the metrics that a step updates: its own, and those that ``forward`` does."""
-    if not any(getattr(model, "metrics", None) for model in models):
-        return list(step.metrics)
-    return [*step.metrics, *metrics_that_assign(models, step.assigned(spec))]
+        return EvaluationLoop(model, feed, step, metrics, pace)
 
 
 def _changed(options: Mapping[str, Any]) -> list[str]:
