@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,19 @@ def passed(i: Any) -> Any:
     return tf.numpy_function(lambda value: value, [i], tf.int64)
 
 
-# Whether the order of a pass follows from the number of passes begun before it.
+def of_epoch(epoch: int) -> Any:
+    return range_of(12).shuffle(12, seed=epoch).batch(3)
+
+
+# Data of four batches, and whether the order of a pass follows from the number of passes before it.
 KINDS: dict[str, tuple[Callable[[], Any], bool]] = {
     "plain": (lambda: range_of(12).map(lambda i: i + 1).batch(3).prefetch(2), True),
     "shuffled": (lambda: range_of(12).shuffle(9, seed=1).batch(3), True),
     "files": (lambda: files().shuffle(9, seed=4).batch(3), False),
-    "twice": (
-        lambda: range_of(12).shuffle(9, seed=1).batch(3).shuffle(4, seed=2),
-        False,
-    ),
+    "twice": (lambda: range_of(12).shuffle(9, seed=1).batch(3).shuffle(4, seed=2), False),
     "cached": (lambda: range_of(12).shuffle(9, seed=1).cache().batch(3), False),
     "repeated": (lambda: range_of(6).shuffle(6, seed=1).repeat(2).batch(3), False),
-    "joined": (
-        lambda: range_of(6).concatenate(range_of(6).shuffle(6, seed=1)).batch(3),
-        False,
-    ),
+    "joined": (lambda: range_of(6).concatenate(range_of(6).shuffle(6, seed=1)).batch(3), False),
     "drawn": (lambda: range_of(12).map(drawn).batch(3), False),
     "fixed": (
         lambda: range_of(12).shuffle(9, 1, reshuffle_each_iteration=False).shuffle(9, 2).batch(3),
@@ -74,6 +73,16 @@ KINDS: dict[str, tuple[Callable[[], Any], bool]] = {
     ),
     "called": (lambda: range_of(12).shuffle(9, seed=1).map(called).batch(3), True),
     "python": (lambda: range_of(12).map(passed).batch(3), True),
+    "text": (
+        lambda: of_epoch(4).map(lambda i: {"a": tf.strings.as_string(i), "b": (i, None)}),
+        True,
+    ),
+    "ragged": (lambda: of_epoch(5).map(lambda i: tf.ragged.range(i)), True),
+    "epoch": (lambda: of_epoch, True),
+    "partial": (lambda: functools.partial(lambda size, epoch: of_epoch(epoch), 3), True),
+    "distributed": (lambda: tmg.distribute_dataset(of_epoch(2)), True),
+    "arrays": (lambda: tmg.distribute_dataset(np.arange(12), batch_size=3), True),
+    "generator": (lambda: lambda: ([i, i + 1] for i in range(4)), True),
 }
 
 
@@ -82,51 +91,51 @@ def small() -> tuple[Any, Any]:
     return model, keras.optimizers.get("sgd")
 
 
-def seen(
-    run: tmg.Checkpoints, epochs: int, stop: int | None = None, every: int = 99
-) -> list[list[float]]:
-    found = []
-    for _ in run.epochs(epochs):
+def seen(run: tmg.Checkpoints, epochs: int, stop: int | None = None, every: int = 99) -> list[str]:
+    batches = []
+    for epoch in run.epochs(epochs):
         for batch in run.data:
-            found.append(batch.numpy().tolist())
+            leaves = tf.nest.flatten(batch, expand_composites=True)
+            arrays = [leaf.numpy().tolist() for leaf in leaves if leaf is not None]
+            batches.append(f"{epoch}: {arrays}")
             run.after_step()
             if run.step == stop or run.step % every == 0:
                 run.save()
             if run.step == stop:
-                return found
-    return found
+                return batches
+    return batches
 
 
-def test_passes_that_are_over_count_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_batch_is_seen_once_and_in_its_order(kind: str, tmp_path: Path) -> None:
+    make, resumes = KINDS[kind]
     model = small()
 
-    def run(kind: str, folder: str) -> tmg.Checkpoints:
+    def run(folder: str) -> tmg.Checkpoints:
         global generator
         generator = tf.random.Generator.from_seed(3)  # As in a new process.
-        data = KINDS[kind][0]()
-        found = tmg.Checkpoints(tmp_path / kind / folder, *model, data=data)
-        found.restore()
-        return found
+        made = tmg.Checkpoints(tmp_path / folder, *model, data=make())
+        made.restore()
+        return made
 
-    wrong = []
-    for kind, (make, resumes) in KINDS.items():
-        assert begin_unread(make()) is resumes, kind
-        if not resumes:
-            with pytest.raises(tmg.CheckpointError, match=r"Received: data with a shuffle below"):
-                run(kind, "whole")
-            continue
-        whole = seen(run(kind, "whole"), 4)
-        assert len(whole) == 16
-        # At the end of the second epoch, and in the middle of the third.
-        first = run(kind, "ended")
-        ended = seen(first, 2)
-        first.save()
-        ended += seen(run(kind, "ended"), 4)
-        middle = seen(run(kind, "middle"), 4, stop=10)
-        middle += seen(run(kind, "middle"), 4)
-        if not (ended == middle == whole):
-            wrong.append(kind)
-    assert not wrong
+    assert not isinstance(make(), Dataset) or begin_unread(make()) is resumes
+    if not resumes:
+        with pytest.raises(tmg.CheckpointError, match=r"Received: data with a shuffle below"):
+            run("whole")
+        return
+    whole = seen(run("whole"), 4)
+    assert len(whole) == 16
+    assert (whole[0][3:] != whole[4][3:]) or kind not in ("shuffled", "epoch", "partial")
+    # At the end of the second epoch, and in the middle of the third.
+    first = run("ended")
+    ended = seen(first, 2)
+    first.save()
+    assert ended + seen(run("ended"), 4) == whole
+    middle = seen(run("middle"), 4, stop=10)
+    resumed = run("middle")
+    assert (resumed.step, resumed.epoch, resumed.step_in_epoch) == (10, 2, 2)
+    assert middle + seen(resumed, 4) == whole
+    assert (resumed.step, resumed.epoch, resumed.step_in_epoch) == (16, 4, 0)
 
 
 def rows(seed: int = 1, size: int = 3, add: int = 0) -> Any:

@@ -94,8 +94,8 @@ LOOPS = (
     ),
     Mutation(
         "the state of a callback is not restored",
-        "addons/checkpoints/callback_states.py",
-        (("self._callbacks[key].set_state(value)", "pass"),),
+        "addons/checkpoints/callback.py",
+        (("callbacks[key][0].set_state(value)", "pass"),),
         ("promises/test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits[False]",),
     ),
     Mutation(
@@ -107,7 +107,7 @@ LOOPS = (
     Mutation(
         "one checkpoint too many is kept",
         "addons/checkpoints/files.py",
-        (("if other <= step][:-keep]", "if other <= step][: -keep - 1]"),),
+        (("values())[:-keep]", "values())[: -keep - 1]"),),
         ("promises/test_resume.py::test_the_newest_are_kept",),
     ),
     # rows that touch --------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ LOOPS = (
         "addons/checkpoints/state.py",
         (
             (
-                "    if optimizer is not None:\n        state += numbered",
-                "    if False:\n        state += numbered",
+                "            if optimizer is not None:\n                named |= numbered",
+                "            if False:\n                named |= numbered",
             ),
         ),
         ("promises/test_sharded_variables.py::test_they_are_saved_and_restored",),
@@ -215,8 +215,8 @@ LOOPS = (
         "addons/checkpoints/state.py",
         (
             (
-                'numbered("model", model.variables)\n',
-                'numbered("model", model.weights)\n',
+                'numbered(f"{prefix}model", model.variables)\n',
+                'numbered(f"{prefix}model", model.weights)\n',
             ),
         ),
         (

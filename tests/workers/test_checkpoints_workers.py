@@ -100,7 +100,7 @@ def test_folders_that_cannot_be_saved_to_are_an_error_on_both(both: Any, tmp_pat
     for not_shared, _ in told:
         assert "different checkpoints in " in not_shared
         assert re.search(r"step of each worker: \[3, -1\]\. Give", not_shared)
-    assert "The chief cannot write to" in told[0][1]
+    assert "The chief cannot save step" in told[0][1]
     assert "Not a directory" in told[0][1]
     assert "see the output of the chief" in told[1][1]
 

@@ -31,7 +31,7 @@ class PositionedDataset(ShardedDataset):
 
     Attributes:
         passes: Number of passes begun so far, those passed over included.
-        was_read: Whether this process has begun a pass.
+        is_begun: Whether a pass has begun that trains; the training loop resets it with an epoch.
         passed_over: Called with the number of each epoch whose pass was passed over, for other data
             that was read in between.
     """
@@ -49,7 +49,7 @@ class PositionedDataset(ShardedDataset):
         """
         self.__dict__.update(whole.__dict__)
         self.passes = 0
-        self.was_read = False
+        self.is_begun = False
         self.passed_over: Callable[[int], None] = lambda epoch: None
         self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
         self._passes_to_repeat, self._compares = 0, False
@@ -60,7 +60,7 @@ class PositionedDataset(ShardedDataset):
         self._catch_up()
         whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
         self._begin_pass()
-        self.was_read = True
+        self.is_begun = True
         iterator, done = ShardedDataset.iterate_from(whole, self._position.step)
         if done < self._position.step:
             raise CheckpointError(

@@ -21,7 +21,7 @@ import numpy as np
 from tfmultigpu.errors import CheckpointError
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Stored(NamedTuple):
@@ -32,21 +32,10 @@ class Stored(NamedTuple):
     arrays: Arrays
 
 
-def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
-    """Writes a checkpoint to last, and deletes all up to its step except the newest ``keep``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
-    content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
-    path = directory / f"step-{step:08d}.npz"
-    hidden = directory / ".half-written.npz"
-    with hidden.open("wb") as file:
-        np.savez(file, **content)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.replace(path)
-    for old in [path for other, path in steps_in(directory).items() if other <= step][:-keep]:
-        old.unlink(missing_ok=True)
-    return path
+def steps_in(directory: Path) -> dict[int, Path]:
+    """Returns the checkpoints by their steps, in order."""
+    paths = {int(p.stem[5:]): p for p in directory.glob("step-*.npz") if p.stem[5:].isdecimal()}
+    return dict(sorted(paths.items()))
 
 
 def read(path: Path) -> Stored:
@@ -64,12 +53,6 @@ def read(path: Path) -> Stored:
             f"version reads format {_FORMAT}"
         )
     return Stored(path, run, arrays)
-
-
-def steps_in(directory: Path) -> dict[int, Path]:
-    """Returns the checkpoints by their steps, in order."""
-    paths = [path for path in directory.glob("step-*.npz") if path.stem[5:].isdecimal()]
-    return {int(path.stem[5:]): path for path in sorted(paths, key=lambda p: int(p.stem[5:]))}
 
 
 class Directory:
@@ -110,36 +93,44 @@ class Directory:
         return stored
 
     def write(self, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
-        """Has the chief write a checkpoint, and delete all but the newest ``keep``."""
-        self._on_chief(step, lambda: write(self._path, step, arrays, run, keep))
-        return self._path / f"step-{step:08d}.npz"
+        """Writes a checkpoint to last, and deletes all others but the newest ``keep`` - 1."""
+        path, hidden = self._path / f"step-{step:08d}.npz", self._path / ".half-written.npz"
+        text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
+
+        def save() -> None:
+            self._path.mkdir(parents=True, exist_ok=True)
+            with hidden.open("wb") as file:
+                np.savez(file, run=np.frombuffer(text.encode(), "uint8"), **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            hidden.replace(path)
+            for old in list(steps_in(self._path).values())[:-keep]:
+                old.unlink(missing_ok=True)
+
+        self._on_chief(step, save)
+        return path
 
     def check(self, step: int) -> None:
         """Checks before any training that a run at a step may write."""
         self._on_chief(step, lambda: self._path.mkdir(parents=True, exist_ok=True))
 
     def _on_chief(self, step: int, save: Callable[[], object]) -> None:
-        """Has the chief save, if there are no later steps; all workers learn whether it could."""
-        failure, latest = "", step
+        """Has the chief save, unless there are later steps; all workers learn whether it could."""
+        failure = ""
         if self._exchange.is_chief:
             try:
-                latest = max([step, *steps_in(self._path)])
-                if latest == step:
+                later = [other for other in steps_in(self._path) if other > step]
+                failure = (
+                    f"it has step {later[-1]}, which this run has not reached" if later else ""
+                )
+                if not later:
                     save()
             except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
-        told = self._exchange("how the chief wrote a checkpoint", [int(bool(failure)), latest])
-        failed, latest = told[0].tolist()
-        if failed:
+        if self._exchange("how the chief wrote a checkpoint", [int(bool(failure))])[0, 0]:
             raise CheckpointError(
-                f"The chief cannot write to {self._path}. Received: "
-                f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged. "
-                "Give a directory that it may write to, with enough space."
-            )
-        if latest > step:
-            raise CheckpointError(
-                f"{self._path} has checkpoints of later steps. Only the newest are kept, so this "
-                f"run would lose its own. Received: step {latest} there, and a run at step {step}. "
-                "Call checkpoints.restore() first to resume, or give another directory to start "
-                "over."
+                f"The chief cannot save step {step} to {self._path}. Received: "
+                f"{failure or 'see the output of the chief'}. Its checkpoints are unchanged. To "
+                "resume from them, call checkpoints.restore() first. To start over, give another "
+                "directory; it must be writable and have enough space."
             )

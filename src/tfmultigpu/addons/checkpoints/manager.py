@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.addons.checkpoints.callback import CheckpointCallback, check_data
+from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
 from tfmultigpu.addons.checkpoints.files import Directory
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
@@ -19,6 +19,7 @@ from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.types import Model, Optimizer
 
 _log = logging.getLogger("tfmultigpu")
+_FIRST = "first_batch"
 
 
 class Checkpoints:
@@ -95,12 +96,11 @@ class Checkpoints:
             self.data = position_data(data, self._exchange.strategy, self._position)
         self._steps = self._updates = self._variables.count_updates()
         self._counts = False
-        # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
-        # the passes over the data at its end.
-        self._expected: int | None = None
-        self._finished: int | None = None
-        self._passes = 0
-        self._callback = CheckpointCallback(self, self._position, self._variables)
+        # A hash of the first batch of this epoch, or of the one before until this one has begun.
+        self._first_batch: int | None = None
+        # What a checkpoint says of the data, until it was compared.
+        self._expected: dict[str, Any] = {}
+        self._callback = CheckpointCallback(self, self._variables)
 
     @property
     def step(self) -> int:
@@ -129,17 +129,14 @@ class Checkpoints:
         self._check_counted(self.step == self._steps)
         self._variables.prepare_to_save(self.data)
         fit, arrays_of_fit = self._callback.read()
-        arrays = {**self._variables.read(), **arrays_of_fit}
-        first_batch = self._finished
-        if self.data is not None and self.step_in_epoch:
-            first_batch = self.data.first_hash() if self._expected is None else self._expected
         run = {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            "first_batch": first_batch,
-            "owned": self._variables.owned(),
+            _FIRST: self._first_batch,
+            "owned": self._variables.is_owned,
             "fit": fit,
         }
+        arrays = {**self._variables.read(), **arrays_of_fit}
         return self._files.write(self.step, arrays, run, self.keep)
 
     def restore(self) -> int | None:
@@ -155,14 +152,16 @@ class Checkpoints:
         if stored is None:
             return None
         self._variables.restore(stored, self.data)
-        self._callback.load(stored.run["fit"], stored.arrays)
+        self._callback.load(stored)
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.epoch, self._position.step = stored.run["epoch"], stored.run["step_in_epoch"]
-        self._expected = self._finished = stored.run["first_batch"]
+        self._first_batch, fit = stored.run[_FIRST], stored.run["fit"] or {"data": {}}
+        expected = {_FIRST: self._first_batch, **fit["data"]}
+        self._expected = {n: value for n, value in expected.items() if value is not None}
         if self.data is not None:
-            self._passes = self.data.passes
-            ended = self._expected is not None and self._position.step == 0
-            self.data.pass_over(self._position.epoch, compare=ended)
+            self.data.is_begun = False
+            ended = _FIRST in self._expected and not self.step_in_epoch
+            self.data.pass_over(self.epoch, compare=ended)
         return self._steps
 
     def epochs(self, epochs: int) -> Iterator[int]:
@@ -172,7 +171,7 @@ class Checkpoints:
             epochs: The epochs of the whole run, including those before a restart.
         """
         epochs = check_count("epochs", epochs, 0)
-        self._callback.load(None, {})
+        self._callback.load(None)
         self.listen()
         try:
             while self.epoch < epochs:
@@ -193,20 +192,27 @@ class Checkpoints:
                 the data before the restart.
             SystemExit: SIGTERM came, here or on another worker, and the run was saved.
         """
-        self._count(steps)
+        steps = check_count("steps", steps, 0)
+        self._counts, is_first = True, not self._position.step
+        self._steps += steps
+        self._position.step += steps
+        if self.data is not None:
+            # An iterator of the epoch before would make a resumed run begin with other batches.
+            self._check_counted(self.data.is_begun)
+            if is_first or _FIRST in self._expected:
+                self._note_first_batch(self.data.first_hash())
         self._stop_if_asked(steps)
 
-    def end_epoch(self, steps: int = 0) -> None:
-        """Ends an epoch after more steps, if any; ``epochs`` and ``fit`` call it."""
-        if steps:
-            self._count(steps)
+    def end_epoch(self) -> None:
+        """Ends an epoch; ``epochs`` and ``fit`` call it."""
         if self.data is not None:
-            if self._expected is not None and self._passes == self.data.passes:
-                iter(self.data)  # Resumed at the end of this epoch: its pass must count.
-            self._check_data(self.data.first_hash)
-            self._finished, self._passes = self.data.first_hash(), self.data.passes
+            if _FIRST in self._expected:  # Resumed at the end of this epoch: its pass must count.
+                if not self.data.is_begun:
+                    iter(self.data)
+                self._note_first_batch(self.data.first_hash())
+            self.data.is_begun = False
         self._position.epoch, self._position.step = self.epoch + 1, 0
-        self._stop_if_asked(steps, now=True)
+        self._stop_if_asked(0, now=True)
 
     def callback(self, every_steps: int | None = None) -> CheckpointCallback:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
@@ -217,30 +223,19 @@ class Checkpoints:
             every_steps: Save after every so many steps of the run; None means after each epoch.
         """
         every = None if every_steps is None else check_count("every_steps", every_steps)
-        self._callback.every_steps = every
+        self._callback.every_batches = every
         return self._callback
 
     def listen(self) -> None:
         """Checks directory and data, then handles SIGTERM, before any training."""
         self._files.check(self.step)
-        if self.data is not None and self._position.step == 0:
-            self._check_data(self.data.hash_of_last_epoch)
+        if self.data is not None and _FIRST in self._expected and not self.step_in_epoch:
+            self._note_first_batch(self.data.hash_of_last_epoch())
         self._signal.listen()
 
     def stop_listening(self) -> None:
         """Restores the earlier handler of SIGTERM, which a late signal goes to."""
         self._signal.stop_listening()
-
-    def _count(self, steps: int) -> None:
-        steps = check_count("steps", steps, 0)
-        self._counts = True
-        self._steps += steps
-        self._position.step += steps
-        if self.data is not None:
-            # An iterator of the epoch before would make a resumed run begin with other batches.
-            is_new = self._passes != self.data.passes or not self._position.step
-            self._check_counted(self.data.was_read and is_new)
-            self._check_data(self.data.first_hash)
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
@@ -252,16 +247,30 @@ class Checkpoints:
                 "checkpoints.after_step() after each step."
             )
 
-    def _check_data(self, first_hash: Callable[[], int | None]) -> None:
-        """Compares the first data after a restart with the data before it, once."""
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            place = f"epoch {self.epoch} and step {self.step_in_epoch} of it"
-            told = [] if first_hash() == expected else [f"another first batch, at {place}"]
-            check_data(told, self._exchange)
+    def check_data(self, description: Mapping[str, Any]) -> None:
+        """Compares what is known of the data, once, with what the checkpoint says of it."""
+        pairs = {
+            n: (v, self._expected.pop(n)) for n, v in description.items() if n in self._expected
+        }
+        told = [f"{n}={a!r}, in the checkpoint {b!r}" for n, (a, b) in pairs.items() if a != b]
+        if pairs and self._exchange("the data of a checkpoint", [len(told)]).any():
+            raise CheckpointError(
+                "The data differs from the data of the checkpoint. The run would train on some "
+                f"examples twice and skip others. Received: {', '.join(told)}; at epoch "
+                f"{self.epoch} and step {self.step_in_epoch} of it. Give a shuffle a seed, "
+                "dataset.shuffle(n, seed=1), and the same data and batch_size as before, or start "
+                "in another directory. What shuffles by itself needs a function of the epoch: "
+                "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
+            )
+
+    def _note_first_batch(self, first_batch: int | None) -> None:
+        self.check_data({_FIRST: first_batch})
+        self._first_batch = first_batch
 
     def _stop_if_asked(self, steps: int, now: bool = False) -> None:
-        if self._vote(self._signal.received, steps, now):
+        is_asked = self._vote(self._signal.received, steps, now)
+        # If a callback stops fit, its epoch ends before it is saved.
+        if is_asked and not (self.step_in_epoch and self._callback.is_stopping()):
             path = self.save()
             code, self._signal.received = self._signal.exit_code, False
             _log.warning("Asked to stop: saved step %d to %s, exit %d", self.step, path, code)
