@@ -29,6 +29,7 @@ def outcome(check: Callable[[Place], dict[str, Any]], place: Place = TWO) -> tup
         planning.shares_by_memory,
         memory.out_of_memory_report,
         low_precision.float16_dynamic,
+        low_precision.bfloat16,
         replicas.sharded_variables,
     ],
 )

@@ -163,15 +163,3 @@ class Row:
 def pair_of(row: Row) -> Pair:
     """Returns the pair of a row, traced once in this process."""
     return row.pair()
-
-
-def features_that_fail(row: Row, batches_of_row: Callable[[frozenset[str]], Any]) -> str:
-    """Returns which features fail alone, for the message of a row that fails."""
-    failing = []
-    for feature in sorted(row.on):
-        alone = dataclasses.replace(row, on=frozenset({feature}))
-        try:
-            alone.pair().hold(batches_of_row(alone.on))
-        except AssertionError:
-            failing.append(feature)
-    return ", ".join(failing) or "none alone"

@@ -72,6 +72,7 @@ GROUPS: dict[str, Group] = {
             replicas.dropout_draws,
             replicas.checkpoints_cross_over,
             low_precision.float16_dynamic,
+            low_precision.bfloat16,
             memory.out_of_memory_report,
             memory.sharded_variables,
             replicas.xla,

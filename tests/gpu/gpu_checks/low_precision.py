@@ -1,4 +1,4 @@
-"""float16 with dynamic scaling on parts of a GPU."""
+"""float16 with dynamic scaling, and bfloat16, on parts of a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpu_checks.place import Place
 from gpu_checks.replicas import with_tf32
 from gpu_checks.trainings import batches, classifier, loss
 
-# Ten bits of each product over a few steps: losses are compared, not weights.
-ALLOWED = 2e-2
+# Ten bits, or seven, of each product over a few steps: losses are compared, not weights.
+FLOAT16, BFLOAT16 = 2e-2, 6e-2
 
 
 def float16_dynamic(place: Place) -> dict[str, Any]:
@@ -40,12 +40,23 @@ def float16_dynamic(place: Place) -> dict[str, Any]:
     assert halved == scale / 2, f"the scale went from {scale} to {halved}, not to its half"
     iterations = int(step.optimizer.iterations.numpy())
     assert iterations == 4, f"{iterations} optimizer steps counted, 4 were made"
+    return {"scale": scale, "after": halved, **_close(place, losses, FLOAT16)}
+
+
+def bfloat16(place: Place) -> dict[str, Any]:
+    """The losses of bfloat16 are those of float32 within its seven bits."""
+    step = _step(place, "mixed_bfloat16")
+    losses = [float(step(batch)["loss"]) for batch in batches(24, 24, 17, 24)]
+    return _close(place, losses, BFLOAT16)
+
+
+def _close(place: Place, losses: list[float], allowed: float) -> dict[str, Any]:
     with_tf32(False)
     full = _step(place, "float32")
     expected = [float(full(batch)["loss"]) for batch in batches(24, 24, 17, 24)]
     off = float(np.max(np.abs(np.array(losses) / np.array(expected) - 1)))
-    assert off <= ALLOWED, f"losses {losses} are off float32's {expected} by {off:.3f} of them"
-    return {"scale": scale, "after": halved, "losses_off": off, "allowed": ALLOWED}
+    assert off <= allowed, f"losses {losses} are off float32's {expected} by {off:.3f} of them"
+    return {"losses_off": off, "allowed": allowed}
 
 
 def _step(place: Place, dtype: str, **options: Any) -> Any:
