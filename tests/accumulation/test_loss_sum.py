@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -199,34 +201,36 @@ def test_a_loss_that_returns_a_scalar_is_refused():
         tmg.loss_sum(keras.losses.Dice(), MASKS, IMAGES)
 
 
-def test_ragged_values_are_refused():
-    rows = tf.ragged.constant([[1.0, 2.0], [3.0]])
-    with pytest.raises(tmg.errors.LossError, match=r"dense tensor.*reduce_mean\(values, axis=-1\)"):
-        tmg.loss_sum(lambda y_true, y_pred: (y_true - y_pred) ** 2, rows, rows)
-
-
-# global_mean, and what else is refused ----------------------------------------------------------
-
-
-def test_global_mean_is_for_logs():
-    strategy = strategy_of(2)
-
-    def differentiate():
-        prediction = tf.Variable([1.0])
-        with tf.GradientTape() as tape:
-            mean = tmg.global_mean(tmg.LossSum(tf.reduce_sum(prediction), tf.constant(1.0)))
-        return tape.gradient(mean, prediction)
-
-    assert differentiate().numpy().tolist() == [1.0]  # One device is told nothing.
-    with pytest.raises(tmg.errors.LossError, match=r"for logs.*window\.add.*window\.reduce\(\)"):
-        strategy.run(differentiate)
-
-
 def test_predictions_without_a_last_axis_are_refused():
     y, p = OTHER[:, 0], REAL[:, 0]
     for loss, weights in (("mse", None), ("mse", WEIGHTS), (keras.losses.KLDivergence(), None)):
         with pytest.raises(tmg.errors.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
             tmg.loss_sum(loss, y, p, weights)
+
+
+LOSSES_OF_PAIRS = {
+    "own": lambda pair: pair.sum / tf.maximum(pair.weight, 1.0),
+    "of all": lambda p: p.sum / tf.distribute.get_replica_context().all_reduce("SUM", p.weight),
+    "global_mean": tmg.global_mean,
+}
+
+
+# Fails if a mean of the rows of a replica, or a part of a gradient, trains untold.
+@each("target", LOSSES_OF_PAIRS)
+def test_a_mean_of_means_is_told(target):
+    def replica(prediction):
+        with tf.GradientTape() as tape:
+            tape.watch(prediction)
+            loss = LOSSES_OF_PAIRS[target](tmg.loss_sum("mse", tf.zeros([2, 1]), prediction))
+        return tape.gradient(loss, prediction)
+
+    tells = {
+        "own": pytest.warns(tmg.errors.ReplicaDependenceWarning, match=r"for logs.*window\.reduce"),
+        "global_mean": pytest.raises(tmg.errors.LossError, match=r"for logs.*window\.reduce"),
+    }
+    assert replica(tf.ones([2, 1])).shape == (2, 1)  # One device is told nothing.
+    with tells.get(target, contextlib.nullcontext()):
+        tf.function(lambda: strategy_of(2).run(replica, [tf.ones([2, 1])]), autograph=False)()
 
 
 def test_a_loss_that_has_lost_its_rows_is_refused():

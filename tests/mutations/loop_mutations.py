@@ -86,7 +86,7 @@ LOOPS = (
     Mutation(
         "the loss scale is not saved",
         "addons/checkpoints/state.py",
-        (("kept_loss_scale(optimizer)) is not None", "None) is not None"),),
+        (("kept_loss_scales.get(optimizer)) is not None", "None) is not None"),),
         (
             "promises/test_resume.py::"
             "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[1-5]",
@@ -189,8 +189,8 @@ LOOPS = (
     ),
     Mutation(
         "a run that SIGTERM ended says that all is well",
-        "strategies/stop_signals.py",
-        (("return 128 + self.number", "return 0"),),
+        "addons/checkpoints/manager.py",
+        (("128 + signal.SIGTERM, False", "0, False"),),
         ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
     ),
     Mutation(

@@ -63,8 +63,8 @@ STEPS = (
         "accumulation/loss_sum.py",
         (
             (
-                "total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, pair)",
-                "total = context.all_reduce(tf.distribute.ReduceOp.MEAN, pair[0] / pair[1])\n"
+                'total, weight = context.all_reduce("SUM", [tf.convert_to_tensor(part) for part in loss_sum])',
+                'total = context.all_reduce("MEAN", tf.math.divide_no_nan(*loss_sum))\n'
                 "    weight = tf.ones_like(total)",
             ),
         ),

@@ -92,21 +92,6 @@ ANOTHER = (
 )
 
 
-def test_the_strategy_was_not_given() -> None:
-    with two().scope():
-        model = build()
-    given = "TensorFlow's default strategy of one device, taken if none is given"
-    expected = ANOTHER.format(name=model.variables[0].path, given=given)
-    for make in (
-        lambda: tmg.make_train_step(model, model.optimizer, "mse"),
-        lambda: tmg.make_eval_step(model, "mse")((X, Y)),
-        lambda: tmg.make_predict_step(model)(X),
-    ):
-        with pytest.raises(tmg.ScopeError) as caught:
-            make()
-        assert str(caught.value) == expected
-
-
 @each(
     "make",
     [
@@ -124,19 +109,20 @@ def test_neither_the_model_nor_the_call_is_on_a_strategy(make: Callable[[Any], A
     make(model)  # Nobody holds it.
 
 
-def test_the_strategy_was_made_anew() -> None:
+def test_the_strategy_was_not_given_or_made_anew() -> None:
     old, new = two(), two()
     with old.scope():
         model = build()
-    for make in (
-        lambda: tmg.make_train_step(model, model.optimizer, "mse", new),
-        lambda: tmg.make_eval_step(model, "mse", new)((X, Y)),
-        lambda: tmg.make_predict_step(model, new)(X),
-    ):
-        with pytest.raises(tmg.ScopeError) as caught:
-            make()
-        given = "MirroredStrategy with 2 replica(s)"
-        assert str(caught.value) == ANOTHER.format(name=model.variables[0].path, given=given)
+    default = "TensorFlow's default strategy of one device, taken if none is given"
+    for strategy, given in ((None, default), (new, "MirroredStrategy with 2 replica(s)")):
+        for make in (
+            lambda strategy=strategy: tmg.make_train_step(model, model.optimizer, "mse", strategy),
+            lambda strategy=strategy: tmg.make_eval_step(model, "mse", strategy)((X, Y)),
+            lambda strategy=strategy: tmg.make_predict_step(model, strategy)(X),
+        ):
+            with pytest.raises(tmg.ScopeError) as caught:
+                make()
+            assert str(caught.value) == ANOTHER.format(name=model.variables[0].path, given=given)
     with new.scope():
         again = build()
     with pytest.raises(tmg.ScopeError, match=r"The optimizer was created in the scope of another "):
@@ -167,3 +153,13 @@ def test_data_for_another_strategy() -> None:
         assert f"Received: data for {name}" in str(caught.value)
         assert "or write tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
     assert int(step.optimizer.iterations.numpy()) == 0
+
+
+# Fails if a loop runs on without the rows of replicas that it has not, or with all rows on each.
+@each(("cut", "run", "compiled"), [(3, 2, 0), (3, 2, 1), (2, 3, 1), (2, 1, 0), (1, 2, 0)])
+def test_data_for_another_number_of_replicas(cut: int, run: int, compiled: bool) -> None:
+    other, strategy = (tmg.create_strategy(devices=number) for number in (cut, run))
+    count = lambda batch: strategy.run(tf.shape, [batch])  # noqa: E731
+    (batch,) = tmg.distribute_dataset(X, other, batch_size=7)
+    with pytest.raises(tmg.errors.DataError, match=rf"run of \w+ with {run} .* another number"):
+        (tf.function(count, autograph=False) if compiled else count)(batch)

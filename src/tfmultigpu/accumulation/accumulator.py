@@ -83,9 +83,6 @@ class GradientAccumulator:
             )
         self._fixed = is_fixed(weight)
         for total, gradient in zip(self._sums, gradients, strict=True):
-            if isinstance(gradient, tf.IndexedSlices):  # It may not know the shape of the whole.
-                shape = tf.cast(tf.shape(total), gradient.indices.dtype)
-                gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
             if gradient is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
         weight = -math.inf if self._fixed else weight  # However many there are, it is 1.

@@ -86,11 +86,9 @@ class LossScale:
         check_reduced("LossScale.update")
         if self.growth_steps is None:
             return
-        scale = tf.convert_to_tensor(self.scale)
-        good = tf.convert_to_tensor(self.good_steps)
+        scale, good = tf.convert_to_tensor(self.scale), tf.convert_to_tensor(self.good_steps)
         grow = finite & (good >= self.growth_steps - 1)
-        grown = tf.where(grow, scale * 2.0, scale)
-        grown = tf.where(tf.math.is_finite(grown), grown, scale)
+        grown = tf.where(grow & tf.math.is_finite(scale * 2.0), scale * 2.0, scale)
         self.scale.assign(tf.where(finite, grown, tf.maximum(scale * 0.5, 1.0)))
         self.good_steps.assign(tf.where(finite & ~grow, good + 1, tf.zeros_like(good)))
 
@@ -126,15 +124,10 @@ def make_loss_scale(
         return None
     if asked != "dynamic":
         return LossScale(asked, growth_steps=None)  # type: ignore[arg-type]
-    if optimizer not in _kept:
+    if optimizer not in kept_loss_scales:
         with strategy.scope():
-            _kept[optimizer] = LossScale()
-    return _kept[optimizer]
+            kept_loss_scales[optimizer] = LossScale()
+    return kept_loss_scales[optimizer]
 
 
-def kept_loss_scale(optimizer: Any) -> LossScale | None:
-    """Returns the dynamic loss scale that is kept for an optimizer, or None."""
-    return _kept.get(optimizer)
-
-
-_kept: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()
+kept_loss_scales: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 import re
+import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.gradients import BY_HAND
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 
 OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
     "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred)."
 )
 _FIXED = "_tfmultigpu_fixed"  # An attribute of weights, as Keras' mask is one.
+_DIVISIONS = ("RealDiv", "DivNoNan", "Maximum")  # Not all_reduce: the weight of all may divide.
 
 
 class LossSum(NamedTuple):
@@ -94,11 +96,37 @@ def loss_sum(
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
     factor = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
     total = term.sum * tf.ensure_shape(factor, [])
-    if not term.fixed:
-        return LossSum(total, term.weight * factor)
-    # The weights of the replicas add up to 1, also for who does not know the mark.
-    context = tf.distribute.get_replica_context()
-    return FixedLossSum(total, term.weight / (context.num_replicas_in_sync if context else 1))
+    replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
+    # Fixed weights of the replicas add up to 1, also for who does not know the mark.
+    weight = term.weight / replicas if term.fixed else term.weight * factor
+    if replicas > 1:
+        weight = _for_logs(weight, total, "pair.sum / pair.weight, not times rows,", _DIVISIONS)
+    return (FixedLossSum if term.fixed else LossSum)(total, weight)
+
+
+def _for_logs(value: Any, loss: Any, name: str, uses: Any = ()) -> Any:
+    """Returns a number that refuses its gradient, or warns if operations ``uses`` use it."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: Any, _: Any) -> Any:
+        value = tf.identity(value)
+
+        def tell(_: Any) -> tuple[None, None]:
+            results = [] if tf.executing_eagerly() else [op.outputs[0] for op in value.consumers()]
+            used = {op.type for result in results for op in result.consumers()}
+            text = (
+                f"{name} is for logs. Received: its gradient, of which each replica has a part "
+                f"alone: they would train on means of means, and clip and scale by parts. {BY_HAND}"
+            )
+            if not uses:
+                raise LossError(text)
+            if tf.executing_eagerly() or used & set(uses):
+                warnings.warn(text, ReplicaDependenceWarning, stacklevel=2)
+            return None, None
+
+        return value, tell
+
+    return identity(value, loss)
 
 
 def is_fixed(weight: Any) -> bool:
@@ -120,21 +148,9 @@ def global_mean(loss_sum: LossSum) -> Any:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise LossError("global_mean is for each replica: call it inside strategy.run.")
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def for_logs(mean: Any) -> Any:
-        def refuse(_: Any) -> None:
-            raise LossError(
-                "global_mean is for logs. Received: its gradient, of which each replica has a part "
-                f"alone, so clipping and loss scaling would decide on parts. {BY_HAND}"
-            )
-
-        return tf.identity(mean), refuse
-
-    pair = [tf.convert_to_tensor(part) for part in loss_sum]
-    total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, pair)
+    total, weight = context.all_reduce("SUM", [tf.convert_to_tensor(part) for part in loss_sum])
     mean = tf.math.divide_no_nan(total, weight)
-    return mean if context.num_replicas_in_sync == 1 else for_logs(mean)
+    return mean if context.num_replicas_in_sync == 1 else _for_logs(mean, total, "global_mean")
 
 
 def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossTerm:
@@ -160,9 +176,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     masks = [_compat.keras_mask(y_pred), _compat.keras_mask(unreduced[0])]
     present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     mask = functools.reduce(tf.logical_and, present) if present else None
-    weighted = sample_weight is not None or mask is not None
-    if loss.reduction == "mean_with_sample_weight" and weighted:
-        parts = [tf.cast(p, total.dtype) for p in (mask, sample_weight) if p is not None]
+    parts = [tf.cast(part, total.dtype) for part in (mask, sample_weight) if part is not None]
+    if loss.reduction == "mean_with_sample_weight" and parts:
         parts = parts if len(parts) == 1 else [*_same_rank(*parts)]
         return LossTerm(total, tf.reduce_sum(functools.reduce(operator.mul, parts)))
     elements = tf.cast(tf.size(values), total.dtype)
@@ -187,7 +202,7 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
             " Return one value per example: tf.reduce_mean(values, axis=-1)."
         )
     values = tf.convert_to_tensor(values)
-    couples = isinstance(loss, getattr(keras.losses, "Circle", ()))
+    couples = getattr(loss, "fn", None) is keras.losses.circle
     if couples or not _has_rows(values.shape, _shape(y_pred)):
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or couples the examples of a "
@@ -227,8 +242,6 @@ def as_loss(loss: Any) -> Any:
     import keras
 
     known = keras.losses.get(loss)
-    if known is getattr(keras.losses, "circle", None):
-        return keras.losses.Circle()
     if isinstance(known, keras.losses.Loss):
         return known
     name = re.sub(r"\W", "", getattr(known, "__name__", type(known).__name__))

@@ -8,6 +8,7 @@ Both kinds call the stock ``optimizer.apply`` once, outside every scope. There K
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,7 +131,7 @@ class Owned(Replicated):
         variables = _compat.optimizer_trains(optimizer) or list(variables)
         owners = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
         if not optimizer.built:  # Else others have their state on all replicas.
-            sizes = [size_of(variable) for variable in variables]
+            sizes = [math.prod(variable.shape) for variable in variables]
             owners = dict(enumerate(assign_owners(sizes, len(self.devices), owners)))
         # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
         self._owners = {id(tf_variable(variables[i])): owner for i, owner in owners.items()}
@@ -236,8 +237,3 @@ def outside_scopes(function: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:  # TensorFlow has no other way out of a scope.
         return pool.submit(call).result()
-
-
-def size_of(variable: Any) -> int:
-    """Returns the number of elements of a variable."""
-    return int(tf.TensorShape(variable.shape).num_elements() or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.accumulation.replicated import Owned, Replicated, size_of
+from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope
@@ -146,7 +147,7 @@ def _decide(
         return bool(asked), f"shard_update={asked}"
     if not replicas_share_memory(strategy):
         return False, "only on CPUs was it measured to be faster"
-    count = sum(map(size_of, variables))
+    count = sum(math.prod(variable.shape) for variable in variables)
     return count >= PAYS_FROM or len(variables) >= PAYS_FROM_VARIABLES, (
         f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
         f"numbers, or {PAYS_FROM_VARIABLES} variables, on"

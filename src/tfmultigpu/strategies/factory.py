@@ -14,6 +14,7 @@ from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
+from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
@@ -113,6 +114,7 @@ def create_strategy(
         strategy = _distribute.MirroredStrategy(names, _ADDITIONS[plan.communication]())
     else:
         strategy = _distribute.OneDeviceStrategy(names[0])
+    keep_offsets_of_runs(strategy)
     return process_state.note(strategy)
 
 
@@ -158,12 +160,11 @@ def _join(cluster: Any, plan: StrategyPlan, timeout: float) -> Strategy:
             f"This process has joined a cluster already, as {process_state.cluster}, and "
             "TensorFlow hangs a second time. Use the first strategy again."
         )
-    problem = None
-    if devices_started():
-        problem = (
-            "TensorFlow had started its devices before create_strategy, with the first tensor, "
-            "dataset, Keras object or strategy, and cannot join a cluster after that. Move "
-            "create_strategy up, directly after the imports"
-        )
+    too_late = (
+        "TensorFlow had started its devices before create_strategy, with the first tensor, "
+        "dataset, Keras object or strategy, and cannot join a cluster after that. Move "
+        "create_strategy up, directly after the imports"
+    )
+    problem = too_late if devices_started() else None
     strategy: Strategy = join(cluster, plan.devices, plan.communication, timeout, problem)
     return strategy

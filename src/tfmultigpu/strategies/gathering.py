@@ -36,11 +36,8 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
         numbers, sizes = (strategy.gather(part, axis=0) for part in texts)
         with tf.device("CPU:0"):
             sent = tf.numpy_function(_texts, [numbers, sizes], tf.string, stateful=False)
-            parsed = [
-                tf.io.parse_tensor(sent[r], first.dtype)
-                for r in range(strategy.num_replicas_in_sync)
-            ]
-            rows = tf.concat(parsed, axis=0)
+            each = tf.unstack(sent, num=strategy.num_replicas_in_sync)
+            rows = tf.concat([tf.io.parse_tensor(text, first.dtype) for text in each], axis=0)
             rows.set_shape([None, *first.shape[1:]])
             return rows
 

@@ -2,7 +2,8 @@
 
 A batch of ``distribute_dataset`` is marked with the offsets of its shards. The first such dataset
 replaces ``strategy.run`` on its strategy object. The new one finds the mark in what it is given and
-keeps it while the replicas run. What runs, and how, does not change.
+keeps it while the replicas run. What runs, and how, does not change; shards of another number of
+replicas, of which TensorFlow would drop some, are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import types
 from typing import Any
 
 import tensorflow as tf
+
+from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.topology import describe, local_replicas
 
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
@@ -38,7 +42,7 @@ def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
 def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     # AutoGraph converts this, and so the function of the user.
     running = getattr(strategy, _RUNNING)
-    running.append(_mark_of(args, kwargs) or running[-1])
+    running.append(_mark_of(strategy, args, kwargs) or running[-1])
     try:
         results = type(strategy).run(strategy, function, *args, **kwargs)
     finally:
@@ -47,10 +51,18 @@ def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _mark_of(*arguments: Any) -> tuple[Any, Any, bool] | None:
+def _mark_of(strategy: Any, *arguments: Any) -> tuple[Any, Any, bool] | None:
     """Returns the mark of a batch among the arguments of ``run``, and where ``run`` is called."""
     leaves = tf.nest.flatten(arguments)
     offsets = next((getattr(leaf, OFFSETS) for leaf in leaves if hasattr(leaf, OFFSETS)), None)
     whole = next((leaf for leaf in leaves if hasattr(leaf, WHOLE)), None)
-    is_marked = offsets is not None or whole is not None
-    return (offsets, whole, tf.inside_function()) if is_marked else None
+    kind, count = tf.distribute.DistributedValues, len(local_replicas(strategy))
+    cut = [strategy.experimental_local_results(leaf) for leaf in leaves if isinstance(leaf, kind)]
+    fits = all(len(shards) == count and not isinstance(shards[0], kind) for shards in cut)
+    if not fits or (whole is not None and count > 1):
+        raise DataError(
+            "The batch was cut for another strategy, so rows would be lost, or be on every replica."
+            f" Received: the run of {describe(strategy)}, and a batch for another number of them. "
+            "Give both the same strategy: tmg.distribute_dataset(dataset, strategy)."
+        )
+    return None if offsets is None and whole is None else (offsets, whole, tf.inside_function())

@@ -24,15 +24,9 @@ class StopSignal:
 
     def __init__(self, number: int) -> None:
         """Takes the number of the signal."""
-        signal.getsignal(number)  # Raises for a number that is none.
         self.number = number
         self.received = False
         self._before: list[Any] = []  # The handler of before, while this listens.
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that a shell reports for a process ended by the signal: 143 for SIGTERM."""
-        return 128 + self.number
 
     def listen(self) -> None:
         """Begins to listen, in the main thread; does nothing in other threads."""

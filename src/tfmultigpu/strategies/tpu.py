@@ -58,15 +58,13 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
 
 def connect_tpu(tpu: Tpu) -> Any:
     """Returns the strategy of a TPU that answers."""
-    distribute: Any = tf.distribute
-    module: Any = tf.tpu
-    config: Any = tf.config
+    untyped: Any = tf
     try:
-        resolver = distribute.cluster_resolver.TPUClusterResolver(tpu.address)
+        resolver = untyped.distribute.cluster_resolver.TPUClusterResolver(tpu.address)
         if tpu.address != "local":
-            config.experimental_connect_to_cluster(resolver)
-        module.experimental.initialize_tpu_system(resolver)
-        return distribute.TPUStrategy(resolver)
+            untyped.config.experimental_connect_to_cluster(resolver)
+        untyped.tpu.experimental.initialize_tpu_system(resolver)
+        return untyped.distribute.TPUStrategy(resolver)
     except (ValueError, RuntimeError, tf.errors.OpError) as error:
         raise StrategyUnavailableError(
             f"TPU_NAME={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}. "

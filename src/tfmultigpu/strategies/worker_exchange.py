@@ -77,8 +77,6 @@ class WorkerExchange:
 
         All workers must call it, with the same names; it compares the ``repr`` of the values.
         """
-        if self.workers == 1:
-            return None
         told = self(purpose, [digest_of(repr(value)) for value in values.values()])
         columns = np.flatnonzero((told != told[0]).any(axis=0))
         if not len(columns):

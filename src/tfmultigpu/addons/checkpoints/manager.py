@@ -272,6 +272,6 @@ class Checkpoints:
         # If a callback stops fit, its epoch ends before it is saved.
         if is_asked and not (self.step_in_epoch and self._callback.is_stopping()):
             path = self.save()
-            code, self._signal.received = self._signal.exit_code, False
+            code, self._signal.received = 128 + signal.SIGTERM, False  # As a shell reports it.
             _log.warning("Asked to stop: saved step %d to %s, exit %d", self.step, path, code)
             raise SystemExit(code)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.loss_scale import kept_loss_scale, make_loss_scale
+from tfmultigpu.accumulation.loss_scale import kept_loss_scales, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
@@ -73,7 +73,7 @@ class RunVariables:
             named |= numbered(f"{prefix}model", model.variables)
             if optimizer is not None:
                 named |= numbered(f"{prefix}optimizer", optimizer.variables)
-                if (scale := kept_loss_scale(optimizer)) is not None:
+                if (scale := kept_loss_scales.get(optimizer)) is not None:
                     named |= numbered(f"{prefix}loss_scale", scale.variables)
             named |= numbered(f"{prefix}attributes", _untracked_variables(model))
         return named
