@@ -15,12 +15,7 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.passes import read_over
-from tfmultigpu.data.preprocessing import (
-    Preprocessing,
-    divide_own_rows,
-    draw_seed,
-    takes_seed,
-)
+from tfmultigpu.data.preprocessing import Preprocessing, divide_own_rows, draw_seed, takes_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset, to_examples
 from tfmultigpu.errors import DataError

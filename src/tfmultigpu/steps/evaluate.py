@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
-from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import assign, deferring
-from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature, Pass, Rows, Shards
 from tfmultigpu.steps.objective import Forward, regularization, stack
 from tfmultigpu.steps.outputs import StepMetrics
@@ -51,12 +50,11 @@ class EvalStep(Program):
         trained = self.model.trainable_variables
         return tuple(id(v) for v in trained if getattr(v, "regularizer", None) is not None)
 
+    @override
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model and its metrics."""
-        batch_spec = spec()
-        prepare_model(self.model, self.strategy, batch_spec)
-        self._metrics.build(self.model, batch_spec)
-        check_values_alike(self.strategy, self.model)
+        super().prepare(spec)
+        self._metrics.build(self.model, spec())
 
     def compute(self, shards: Shards) -> dict[str, Tally]:
         """Evaluates one global batch; traced."""
@@ -94,11 +92,6 @@ class PredictStep(Program):
         super().__init__(strategy, features)
         self.model = model
         self.bind()
-
-    def prepare(self, spec: Callable[[], Any]) -> None:
-        """Builds the model."""
-        prepare_model(self.model, self.strategy, spec())
-        check_values_alike(self.strategy, self.model)
 
     def traced(self, shards: Shards) -> Any:
         """Returns the predictions, and no tallies."""

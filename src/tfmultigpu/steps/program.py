@@ -19,14 +19,16 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import count_rows, structure_of
 from tfmultigpu.errors import DataError
+from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import assign, deferring
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, check_called_from
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
-from tfmultigpu.steps.rows import GATHERED, standing_at, standing_at_all
+from tfmultigpu.steps.rows import GATHERED, standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
@@ -45,6 +47,7 @@ class Program:
     """
 
     names: tuple[str, ...] = ("",)
+    model: Any  # Of programs of one model.
     forward: Any  # Of programs with a loss.
 
     def __init__(self, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()) -> None:
@@ -73,7 +76,8 @@ class Program:
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds what a trace needs, if the key has changed; ``spec()`` is that of a batch."""
-        raise NotImplementedError
+        prepare_model(self.model, self.strategy, spec())
+        check_values_alike(self.strategy, self.model)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any, *more: Any) -> Any:
@@ -176,7 +180,9 @@ class Program:
         variables: list[Any] = []
 
         def look(batch: Any) -> None:
-            with sharing_seeds(self.strategy), standing_at_all(batch), deferring() as deferred:
+            total = count_rows(batch)
+            rows = Rows(tf.zeros_like(total), total, total)  # One device has all.
+            with sharing_seeds(self.strategy), standing_at(rows), deferring() as deferred:
                 self.forward(batch, training=hasattr(self, "optimizer"))
             variables.extend(deferred.variables)
 

@@ -8,14 +8,14 @@ of a row is added and goes back to the replica that has it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
+from tfmultigpu.data.batch_format import NOT_ROWS
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
@@ -35,12 +35,6 @@ def standing_at(rows: Rows) -> Iterator[None]:
         yield
     finally:
         _here.reset(token)
-
-
-def standing_at_all(batch: Any) -> AbstractContextManager[None]:
-    """Tells them that this thread computes a whole global batch, as one device does."""
-    total = count_rows(batch)
-    return standing_at(Rows(tf.zeros_like(total), total, total))
 
 
 def rows() -> Rows:

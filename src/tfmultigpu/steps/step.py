@@ -184,8 +184,8 @@ class TrainStep(Program):
         gradient, (numbers, last) = self.update.where(
             self._finish, sums, shards.total, shards.factor, assigned
         )
-        variables = tuple(trained[number] for number in self.trace.updated)
-        gradient = gradient._replace(variables=variables)
+        updated = zip(trained, *present, strict=True)  # By a gradient of any target.
+        gradient = gradient._replace(variables=tuple(v for v, *here in updated if any(here)))
         return gradient, Tally(self.trace.layout, numbers, last)
 
     def _replica(self, shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Pass:

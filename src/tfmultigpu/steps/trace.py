@@ -50,11 +50,6 @@ class Trace:
                 "not in call or forward: seeds = keras.random.SeedGenerator(seed)."
             )
 
-    @property
-    def updated(self) -> list[int]:
-        """The numbers of the trained variables that have a gradient, of any target."""
-        return [i for i, here in enumerate(zip(*self.present, strict=True)) if any(here)]
-
 
 @contextmanager
 def noting_effects() -> Iterator[list[Any]]:

@@ -12,8 +12,7 @@ from gpu_checks.place import Place
 from gpu_checks.replicas import with_tf32
 from gpu_checks.trainings import batches, classifier, loss
 
-# Ten bits, or seven, of each product over a few steps: losses are compared, not weights.
-FLOAT16, BFLOAT16 = 2e-2, 6e-2
+FLOAT16, BFLOAT16 = 2e-2, 6e-2  # Ten bits, or seven, of a product: of losses, not weights.
 
 
 def float16_dynamic(place: Place) -> dict[str, Any]:
