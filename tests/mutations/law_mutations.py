@@ -237,12 +237,7 @@ LAW = (
     Mutation(
         "gradients stay multiplied by the loss scale",
         "steps/step.py",
-        (
-            (
-                "factors = [_unscaled(correction, factor) for",
-                "factors = [_unscaled(correction, None) for",
-            ),
-        ),
+        (("if factor is not None:  # The inverse", "if False:  # The inverse"),),
         (NORM,),
     ),
     Mutation(

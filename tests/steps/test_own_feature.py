@@ -87,3 +87,8 @@ def test_largest_gradients_are_those_of_the_global_batch() -> None:
     expected = [value.numpy() for value in reference.values.values()]
     assert min(expected) > 0
     np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+
+def test_a_method_that_is_nearly_a_hook_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.on_gradients is never called\. Name it on_grad"):
+        type("Mine", (tmg.steps.Feature,), {"on_gradients": lambda self, gradient: gradient})

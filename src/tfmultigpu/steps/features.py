@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import tensorflow as tf
@@ -166,6 +167,13 @@ class Feature:
     variables: Sequence[Any] = ()
     sees: Sees = "all"  # The batches that ``around_call`` needs by themselves, not in a loop.
     colocates_gradients = False  # Whether gradients are computed where the forward pass was.
+
+    def __init_subclass__(cls) -> None:
+        """Refuses a method that is named nearly as a hook, and so would never be called."""
+        hooks = [name for name in vars(Feature) if not name.startswith("_")]
+        for name in vars(cls).keys() - set(hooks):
+            if callable(vars(cls)[name]) and (near := get_close_matches(name, hooks, 1, 0.85)):
+                raise TypeError(f"{cls.__name__}.{name} is never called. Name it {near[0]}.")
 
     def bind(self, step: Program) -> None:
         """Takes the step, creates variables, and raises if the two do not fit."""

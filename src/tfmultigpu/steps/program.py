@@ -335,10 +335,8 @@ class Program:
             counts = offsets[1:] - offsets[:-1]
             return (offsets[-1] >= replicas) & (tf.reduce_max(counts) > tf.reduce_min(counts))
 
-        may_wait = self.sees() != "none"
-
         def run(source: Any, steps: Any, watches: Any, *vectors: Any) -> Any:
-            waits = (lambda element: watches & is_uneven(element)) if may_wait else None
+            waits = self.sees() != "none" and (lambda element: watches & is_uneven(element))
             *end, vectors = _loop_over(source, steps, step, waits, vectors)
             return logs_of(self._tallies(vectors)), vectors, *end
 
@@ -358,7 +356,7 @@ def _loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence
         more: Any = optional.has_value()
         stop: Any = no
         with tf.device("CPU:0"):
-            if waits is not None:
+            if waits:
                 stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
             more &= ~stop
         vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)

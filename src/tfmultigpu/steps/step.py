@@ -244,8 +244,9 @@ class TrainStep(Program):
         new = [*(assigned or [None] * len(trained)), *[None] * len(others)]
         penalty, penalties = regularization([*trained, *others], self.update.at, new)
         penalties = penalties[: len(trained)]
-        corrections = layout.corrections(len(present), weights, total)
-        factors = [_unscaled(correction, factor) for correction in corrections]
+        factors = layout.corrections(len(present), weights, total)
+        if factor is not None:  # The inverse of the loss scale as well.
+            factors = [(1.0 if f is None else tf.cast(f, tf.float32)) / factor for f in factors]
         places = [functools.partial(self.update.at, variable) for variable in trained]
         found = combined(summed, present, factors, penalties, places)
         check_gradients(trained, found)
@@ -286,10 +287,3 @@ def _dense(gradient: Any, shape: Any) -> tf.Tensor:
     gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
     wide: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
     return wide
-
-
-def _unscaled(correction: Any, factor: Any) -> Any:
-    """A correction, times the inverse of the loss scale; None for 1."""
-    if factor is None:
-        return correction
-    return 1.0 / factor if correction is None else tf.cast(correction, tf.float32) / factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.steps.tally import Layout
 
 
+@dataclasses.dataclass(eq=False)
 class Trace:
     """What the code of the user turned out to do, the same on every replica.
 
@@ -27,12 +29,10 @@ class Trace:
         alike: The ``id`` of those that every micro-batch finds as the first does: seeds.
     """
 
-    def __init__(self) -> None:
-        """Knows nothing yet."""
-        self.layout: Layout | None = None
-        self.present: list[list[bool]] = []
-        self.state: list[Any] = []
-        self.alike: set[int] = set()
+    layout: Layout | None = None
+    present: list[list[bool]] = dataclasses.field(default_factory=list)
+    state: list[Any] = dataclasses.field(default_factory=list)
+    alike: set[int] = dataclasses.field(default_factory=set)
 
     def note(self, layout: Layout, gradients: Any, state: Sequence[Any]) -> None:
         """Takes what one replica found."""
