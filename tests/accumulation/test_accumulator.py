@@ -138,7 +138,7 @@ def test_parts_of_a_gradient_are_refused_by_each_block(inside):
     with pytest.raises(tmg.TfMultiGpuError, match="no gradient for 1 variables"):
         tmg.apply_reduced_gradients(optimizer, [None], variables)
     foreign = keras.optimizers.Adam(1.0)
-    with pytest.raises(tmg.ScopeError, match="create the optimizer again in its scope"):
+    with pytest.raises(tmg.ScopeError, match="Create the optimizer in the scope"):
         tmg.apply_reduced_gradients(foreign, [tf.ones([1])], variables)
     with pytest.raises(tmg.TfMultiGpuError, match=r"LossScale\.update in a replica"):
         strategy.run(scale.update, args=(tf.constant(True),))
