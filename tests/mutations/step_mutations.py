@@ -195,7 +195,7 @@ STEPS = (
     Mutation(
         "gradients of float16 stay scaled",
         "steps/step.py",
-        (("return 1.0 / factor if correction is None", "return None if correction is None"),),
+        (("(1.0 if f is None", "(factor if f is None"),),
         ("promises/test_overflow.py::test_the_scale_falls_until_gradients_of_float16_fit",),
     ),
     # test_failing_step ----------------------------------------------------------------------------

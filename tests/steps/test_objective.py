@@ -33,7 +33,7 @@ def test_lists_are_in_the_order_of_keras() -> None:
     logs = step((X, [np.full((5, 1), 7.0, "float32"), np.zeros((5, 1), "float32")]))
     np.testing.assert_allclose(logs["a_loss"], np.mean((outputs["a"] - 7.0) ** 2), rtol=1e-5)
     np.testing.assert_allclose(logs["z_loss"], np.mean(abs(outputs["z"])), rtol=1e-5)
-    with pytest.raises(tmg.errors.TfMultiGpuError, match=r"no labels\. Received: y=None of output 'z'"):
+    with pytest.raises(tmg.errors.TfMultiGpuError, match=r"no labels.* y=None of output 'z'"):
         tmg.make_train_step(model, optimizer, "mse", strategy)((X, {"a": X[:, :1]}))
 
 
