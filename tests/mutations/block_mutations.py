@@ -179,7 +179,7 @@ BLOCKS = (
     Mutation(
         "a missing device is named without what exists",
         "devices/names.py",
-        (("Existing: {listed(", "Existing: {len("),),
+        (("_not_found(text, missing, here,", "_not_found(text, missing, [],"),),
         ("promises/test_devices.py::test_a_device_that_does_not_exist[asked-CPU:64]",),
     ),
     Mutation(

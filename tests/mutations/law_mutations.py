@@ -313,7 +313,7 @@ LAW = (
         "evaluation counts a small batch once for each replica",
         "steps/evaluate.py",
         (("stack(terms, rows.weight)", "stack(terms, None)"),),
-        (f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",),
+        (f"{EVALUATION}::test_several_batches_in_one_call",),
     ),
     Mutation(
         "metrics see every copy of a small batch",
