@@ -35,7 +35,7 @@ LOOPS = (
     Mutation(
         "class weights are forgotten",
         "data/class_weights.py",
-        (("tf.where(labels == number, tf.constant(value, dtype), weight)", "weight"),),
+        (("tf.where(tf.gather(keys, places) == flat, own, 1)", "tf.ones_like(own)"),),
         (
             "promises/test_fit.py::"
             "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",

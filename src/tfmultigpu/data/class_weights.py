@@ -23,7 +23,7 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
             "class_weight must be a dict from class number to weight. Received: "
             f"class_weight={class_weight!r}. Write class_weight={{0: 1.0, 1: 5.0}}."
         ) from None
-    dtype = keras.config.floatx()
+    keys, values = zip(*sorted({-1: 1.0, **weights}.items()), strict=True)  # Never empty.
 
     def weigh(*batch: Any) -> tuple[Any, Any, Any]:
         x, y, sample_weight = unpack_batch(batch)
@@ -37,9 +37,9 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
             labels = tf.argmax(y, axis=-1, output_type=tf.int32)
         else:
             labels = tf.cast(tf.round(y if y.shape.rank == 1 else tf.squeeze(y, -1)), tf.int32)
-        weight = tf.ones_like(labels, dtype)
-        for number, value in weights.items():
-            weight = tf.where(labels == number, tf.constant(value, dtype), weight)
-        return x, y, weight
+        flat = tf.reshape(labels, [-1])
+        places = tf.minimum(tf.searchsorted(keys, flat), len(keys) - 1)
+        own = tf.gather(tf.constant(values, keras.config.floatx()), places)
+        return x, y, tf.reshape(tf.where(tf.gather(keys, places) == flat, own, 1), tf.shape(labels))
 
     return weigh

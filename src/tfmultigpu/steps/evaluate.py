@@ -53,8 +53,9 @@ class EvalStep(Program):
     @override
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model and its metrics."""
-        super().prepare(spec)
-        self._metrics.build(self.model, spec())
+        batch_spec = spec()
+        super().prepare(lambda: batch_spec)
+        self._metrics.build(self.model, batch_spec)
 
     def compute(self, shards: Shards) -> dict[str, Tally]:
         """Evaluates one global batch; traced."""

@@ -62,8 +62,7 @@ class MicroBatches(Feature):
                 ]
                 return (number + 1, *tf.nest.flatten(_pairs(sums)))
 
-            values = tf.nest.flatten(_pairs(first))
-            return _unflat(self.loop(body, self.count, last, values), first)
+            return _unflat(self.loop(body, self.count, last, tf.nest.flatten(_pairs(first))), first)
 
         return looped
 
@@ -71,7 +70,7 @@ class MicroBatches(Feature):
 def one_after_the_other(
     body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
 ) -> list[Any]:
-    """Runs ``number, *values = body(number, *values)`` in a loop, for 1 up to, not, a count."""
+    """Runs ``number, *values = body(number, *values)`` for 1 to ``count`` - 1, in a loop."""
     _, *values = tf.while_loop(
         lambda number, *_: number < count,
         body,

@@ -336,7 +336,7 @@ class Program:
             return (offsets[-1] >= replicas) & (tf.reduce_max(counts) > tf.reduce_min(counts))
 
         def run(source: Any, steps: Any, watches: Any, *vectors: Any) -> Any:
-            waits = self.sees() != "none" and (lambda element: watches & is_uneven(element))
+            waits = None if self.sees() == "none" else lambda one: watches & is_uneven(one)
             *end, vectors = _loop_over(source, steps, step, waits, vectors)
             return logs_of(self._tallies(vectors)), vectors, *end
 
@@ -356,7 +356,7 @@ def _loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence
         more: Any = optional.has_value()
         stop: Any = no
         with tf.device("CPU:0"):
-            if waits:
+            if waits is not None:
                 stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
             more &= ~stop
         vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)

@@ -1,7 +1,7 @@
 """Tells replicas in ``strategy.run`` which rows of the global batch they have.
 
-A batch of ``distribute_dataset`` is marked with the offsets of its shards. The first such dataset
-replaces ``strategy.run`` on its strategy object. The new one finds the mark in what it is given and
+A batch of ``distribute_dataset`` is marked with the offsets of its shards. ``create_strategy``, or
+the first such dataset, replaces ``run`` on the strategy object. The new one finds the mark and
 keeps it while the replicas run. What runs, and how, does not change; shards of another number of
 replicas, of which TensorFlow would drop some, are refused.
 """

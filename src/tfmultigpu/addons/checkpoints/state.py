@@ -108,7 +108,7 @@ class RunVariables:
 
     @property
     def is_owned(self) -> bool:
-        """Whether the variables of the first optimizer have owners, also in a resumed run."""
+        """True if the variables of the first optimizer have owners, also in a resumed run."""
         update = None if self._optimizer is None else update_of(self._optimizer)
         return update is not None and update.owned
 
