@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from mutation import Mutation
+from mutation import broken
 
-BATCHES = "promises/test_batches.py::test_any_sizes_weights_and_masks"
+BATCHES = "test_batches.py::test_any_sizes_weights_and_masks"
 NORM = f"{BATCHES}[synchronized norm]"
 SHARES = f"{BATCHES}[shares]"
-SKIP = "promises/test_overflow.py::test_one_row_that_overflows_skips_the_step_on_all"
-RUN = "promises/test_run.py"
-DATASETS = "promises/test_datasets.py"
-EVALUATION = "promises/test_eval_predict_steps.py"
-ACCUMULATOR = "promises/test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows"
-GATHERED = "promises/test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact"
-TOUCHING = "promises/test_touching_rows.py::test_the_first_step_names_what_depends_on_the_cut"
+SKIP = "test_overflow.py::test_one_row_that_overflows_skips_the_step_on_all"
+RUN = "test_run.py"
+DATASETS = "test_datasets.py"
+EVALUATION = "test_eval_predict_steps.py"
+ACCUMULATOR = "test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows"
+GATHERED = "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact"
+TOUCHING = "test_touching_rows.py::test_the_first_step_names_what_depends_on_the_cut"
 # A gradient that forgets to meet the other replicas.
 LONE = """def lone(add: Any) -> Any:
     def added(context: Any, tensors: Any) -> Any:
@@ -30,199 +30,148 @@ def _rows_here("""
 
 LAW = (
     # Sums and weights, divided once ---------------------------------------------------------------
-    Mutation(
+    broken(
         "the sum is divided by a constant batch size",
         "steps/tally.py",
-        (("1.0 if term.fixed else rows * (", "1.0 if term.fixed else 64.0 * ("),),
-        (NORM,),
+        "1.0 if term.fixed else rows * (",
+        "1.0 if term.fixed else 64.0 * (",
+        NORM,
     ),
-    Mutation(
+    broken(
         "a mean of the means of the replicas",
         "steps/step.py",
-        (
-            (
-                "layout.targets(terms, total, rows",
-                "layout.targets(terms, tf.cast(rows.count * self.strategy.num_replicas_in_sync, tf.float64), rows",
-            ),
-        ),
-        (NORM,),
+        "layout.targets(terms, total, rows",
+        "layout.targets(terms, tf.cast(rows.count * self.strategy.num_replicas_in_sync, tf.float64), rows",
+        NORM,
     ),
-    Mutation(
+    broken(
         "a mean of the means of the micro-batches",
         "steps/features.py",
-        (
-            (
-                "        once = partition.row_weight(self.count, parts)\n",
-                "        once = partition.row_weight(self.count, parts)\n        once *= tf.cast(self.count / ((stop - start) * parts), tf.float64)\n",
-            ),
-        ),
-        (SHARES,),
+        "        once = partition.row_weight(self.count, parts)\n",
+        "        once = partition.row_weight(self.count, parts)\n        once *= tf.cast(self.count / ((stop - start) * parts), tf.float64)\n",
+        SHARES,
     ),
-    Mutation(
+    broken(
         "the last micro-batch is left out",
         "steps/micro_batches.py",
-        (("*_: number < count,", "*_: number < count - 1,"),),
-        (SHARES,),
+        "*_: number < count,",
+        "*_: number < count - 1,",
+        SHARES,
     ),
-    Mutation(
+    broken(
         "the optimizer steps for each micro-batch",
         "steps/step.py",
-        (
-            (
-                "        self._apply(gradient, after)\n",
-                '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self._apply(gradient, after)\n',
-            ),
-        ),
-        (SHARES,),
+        "        self._apply(gradient, after)\n",
+        '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self._apply(gradient, after)\n',
+        SHARES,
     ),
-    Mutation(
+    broken(
         "the weight is the rows where it should be the sample weights",
         "accumulation/loss_sum.py",
-        (
-            (
-                "tf.reduce_sum(functools.reduce(operator.mul, parts))",
-                "tf.cast(tf.size(values), total.dtype)",
-            ),
-        ),
-        (NORM,),
+        "tf.reduce_sum(functools.reduce(operator.mul, parts))",
+        "tf.cast(tf.size(values), total.dtype)",
+        NORM,
     ),
-    Mutation(
+    broken(
         "what a mask hides is in the weight",
         "accumulation/loss_sum.py",
-        (("    present = [tf.cast(", "    masks = []\n    present = [tf.cast("),),
-        (NORM,),
+        "    present = [tf.cast(",
+        "    masks = []\n    present = [tf.cast(",
+        NORM,
     ),
-    Mutation(
+    broken(
         'reduction="sum" is divided by the number of replicas',
         "accumulation/loss_sum.py",
-        (("(total, tf.ones_like(total), fixed=True)", "(total, tf.ones_like(total))"),),
-        (NORM,),
+        "(total, tf.ones_like(total), fixed=True)",
+        "(total, tf.ones_like(total))",
+        NORM,
     ),
-    Mutation(
+    broken(
         "losses that layers add are not weighted by rows",
         "steps/objective.py",
-        (
-            (
-                "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)",
-                "LossTerm(tf.reduce_sum(value), tf.ones_like(rows))",
-            ),
-        ),
-        (NORM,),
+        "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)",
+        "LossTerm(tf.reduce_sum(value), tf.ones_like(rows))",
+        NORM,
     ),
-    Mutation(
+    broken(
         "gradients are added over the replicas once more",
         "accumulation/replicated.py",
-        (
-            (
-                "            apply(optimizer, gradients, variables)\n",
-                "            many = self.strategy.num_replicas_in_sync\n            apply(optimizer, [g * many for g in gradients], variables)\n",
-            ),
-        ),
-        (NORM,),
+        "            apply(optimizer, gradients, variables)\n",
+        "            many = self.strategy.num_replicas_in_sync\n            apply(optimizer, [g * many for g in gradients], variables)\n",
+        NORM,
     ),
-    Mutation(
+    broken(
         "of a row that an embedding looks up twice one gradient counts",
         "steps/step.py",
-        (
-            (
-                "    gradient = tf.convert_to_tensor(gradient)  # Rows",
-                "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
-            ),
-        ),
-        (NORM,),
+        "    gradient = tf.convert_to_tensor(gradient)  # Rows",
+        "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
+        NORM,
     ),
-    Mutation(
+    broken(
         "the loss of many steps is a mean of their losses",
         "steps/tally.py",
-        (
-            (
-                "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
-                "means = [mean / rows for mean in self._by_term(values)[2]]",
-            ),
-        ),
-        (f"{RUN}::test_the_data_ends_within_a_call[N=2]",),
+        "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
+        "means = [mean / rows for mean in self._by_term(values)[2]]",
+        f"{RUN}::test_the_data_ends_within_a_call[N=2]",
     ),
-    Mutation(
+    broken(
         "losses of several outputs are weighed alike over many steps",
         "steps/tally.py",
-        (
-            (
-                "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
-                "means = [tf.math.divide_no_nan(each, rows) for each in sums]",
-            ),
-        ),
-        (f"{EVALUATION}::test_several_batches_in_one_call",),
+        "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
+        "means = [tf.math.divide_no_nan(each, rows) for each in sums]",
+        f"{EVALUATION}::test_several_batches_in_one_call",
     ),
     # Weight regularisation ------------------------------------------------------------------------
-    Mutation(
+    broken(
         "weights are regularised by each replica",
         "steps/step.py",
-        (
-            (
-                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
-            ),
-        ),
-        (NORM,),
+        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
+        NORM,
     ),
-    Mutation(
+    broken(
         "weights are regularised by each micro-batch",
         "steps/step.py",
-        (
-            (
-                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-                '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f.count for f in self.features if hasattr(f, "loop")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
-            ),
-        ),
-        (SHARES,),
+        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+        '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f.count for f in self.features if hasattr(f, "loop")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
+        SHARES,
     ),
-    Mutation(
+    broken(
         "the regularisation is divided by the weight",
         "steps/step.py",
-        (
-            (
-                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
-            ),
-        ),
-        (NORM,),
+        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
+        NORM,
     ),
     # What is decided about the whole gradient -----------------------------------------------------
-    Mutation(
+    broken(
         "each replica clips before the sum",
         "steps/step.py",
-        (
-            (
-                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-                '        passes = self.phase(self._replica)(shards)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        gradient, tally',
-            ),
+        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+        '        passes = self.phase(self._replica)(shards)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        gradient, tally',
+        NORM,
+        also=(
             (
                 "from tfmultigpu.accumulation.settings import Settings\n",
                 "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import clipped\n",
             ),
         ),
-        (NORM,),
     ),
-    Mutation(
+    broken(
         "the norm is that of one replica's gradient",
         "steps/step.py",
-        (
-            (
-                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-                "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
-            ),
-            ("norm = global_norm([g for g, _ in kept])", "norm = global_norm(self._one)"),
-        ),
-        (NORM,),
+        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+        "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
+        NORM,
+        also=(("norm = global_norm([g for g, _ in kept])", "norm = global_norm(self._one)"),),
     ),
-    Mutation(
+    broken(
         "whether gradients are finite is read from replica 0",
         "steps/step.py",
-        (
-            (
-                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-                "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
-            ),
+        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+        "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
+        f"{SKIP}[dynamic, N=3]",
+        also=(
             (
                 "            gradient = feature.on_gradient(gradient)\n",
                 "            gradient = feature.on_gradient(gradient)\n            if gradient.valid is not None:\n                gradient = gradient._replace(valid=all_finite(self._one))\n",
@@ -232,213 +181,179 @@ LAW = (
                 "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import all_finite\n",
             ),
         ),
-        (f"{SKIP}[dynamic, N=3]",),
     ),
-    Mutation(
+    broken(
         "gradients stay multiplied by the loss scale",
         "steps/step.py",
-        (("if factor is not None:  # The inverse", "if False:  # The inverse"),),
-        (NORM,),
+        "if factor is not None:  # The inverse",
+        "if False:  # The inverse",
+        NORM,
     ),
-    Mutation(
+    broken(
         "a skipped step is counted",
         "steps/step.py",
-        (
-            (
-                "tf.cond(gradient.valid, update, tf.no_op)",
-                "tf.cond(\n                gradient.valid,\n                update,\n                lambda: (self.optimizer.iterations.assign_add(1), tf.no_op())[1],\n            )",
-            ),
-        ),
-        (f"{SKIP}[dynamic, N=3]",),
+        "tf.cond(gradient.valid, update, tf.no_op)",
+        "tf.cond(\n                gradient.valid,\n                update,\n                lambda: (self.optimizer.iterations.assign_add(1), tf.no_op())[1],\n            )",
+        f"{SKIP}[dynamic, N=3]",
     ),
-    Mutation(
+    broken(
         "a skipped step counts as a good one for the loss scale",
         "accumulation/loss_scale.py",
-        (
-            (
-                "tf.where(finite & ~grow, good + 1, tf.zeros_like(good))",
-                "tf.where(grow, tf.zeros_like(good), good + 1)",
-            ),
-        ),
-        (f"{SKIP}[LossScaleOptimizer, N=3]",),
+        "tf.where(finite & ~grow, good + 1, tf.zeros_like(good))",
+        "tf.where(grow, tf.zeros_like(good), good + 1)",
+        f"{SKIP}[LossScaleOptimizer, N=3]",
     ),
-    Mutation(
+    broken(
         "a step is counted although the data had ended",
         "accumulation/replicated.py",
-        (("tf.control_dependencies([tf.group(*before)]),", "tf.control_dependencies([]),"),),
-        (f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",),
+        "tf.control_dependencies([tf.group(*before)]),",
+        "tf.control_dependencies([]),",
+        f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",
     ),
     # Rows -----------------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "the last, partial batch is dropped",
         "data/sources.py",
-        ((".batch(batch_size)\n", ".batch(batch_size, drop_remainder=True)\n"),),
-        (f"{DATASETS}::test_arrays_and_generators[2]",),
+        ".batch(batch_size)\n",
+        ".batch(batch_size, drop_remainder=True)\n",
+        f"{DATASETS}::test_arrays_and_generators[2]",
     ),
-    Mutation(
+    broken(
         "rows that replicas cannot divide are dropped",
         "data/partition.py",
-        (("return rows * index // parts\n", "return rows // parts * index\n"),),
-        (NORM,),
+        "return rows * index // parts\n",
+        "return rows // parts * index\n",
+        NORM,
     ),
-    Mutation(
+    broken(
         "a replica gets no rows, as TensorFlow splits",
         "data/partition.py",
-        (
-            (
-                "return rows * index // parts\n",
-                "return tf.minimum(index * ((rows + parts - 1) // parts), rows)\n",
-            ),
-        ),
-        (f"{DATASETS}::test_no_replica_of_a_step_is_without_rows[3]",),
+        "return rows * index // parts\n",
+        "return tf.minimum(index * ((rows + parts - 1) // parts), rows)\n",
+        f"{DATASETS}::test_no_replica_of_a_step_is_without_rows[3]",
     ),
-    Mutation(
+    broken(
         "a batch smaller than the replicas leaves some without rows",
         "data/partition.py",
-        (("tf.where(rows < parts, copies, ", "tf.where(False, copies, "),),
-        (f"{DATASETS}::test_no_replica_of_a_step_is_without_rows[3]",),
+        "tf.where(rows < parts, copies, ",
+        "tf.where(False, copies, ",
+        f"{DATASETS}::test_no_replica_of_a_step_is_without_rows[3]",
     ),
-    Mutation(
+    broken(
         "a small batch counts once for each replica",
         "steps/features.py",
-        (
-            (
-                "weight = partition.row_weight(total, replicas) if replicas > 1 else None",
-                "weight = None",
-            ),
-        ),
-        (NORM,),
+        "weight = partition.row_weight(total, replicas) if replicas > 1 else None",
+        "weight = None",
+        NORM,
     ),
-    Mutation(
+    broken(
         "evaluation counts a small batch once for each replica",
         "steps/evaluate.py",
-        (("stack(terms, rows.weight)", "stack(terms, None)"),),
-        (f"{EVALUATION}::test_several_batches_in_one_call",),
+        "stack(terms, rows.weight)",
+        "stack(terms, None)",
+        f"{EVALUATION}::test_several_batches_in_one_call",
     ),
-    Mutation(
+    broken(
         "metrics see every copy of a small batch",
         "steps/evaluate.py",
-        (
-            (
-                "deferring((), rows.counts()) as deferred:\n            terms",
-                "deferring((), True) as deferred:\n            terms",
-            ),
-        ),
-        (f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",),
+        "deferring((), rows.counts()) as deferred:\n            terms",
+        "deferring((), True) as deferred:\n            terms",
+        f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",
     ),
-    Mutation(
+    broken(
         "metrics in a forward function see every copy of a small batch",
         "steps/assignments.py",
-        (("if is_metric and self._counts is not True:", "if is_metric and False:"),),
-        ("promises/test_metrics_in_forward.py::test_each_row_counts_once",),
+        "if is_metric and self._counts is not True:",
+        "if is_metric and False:",
+        "test_metrics_in_forward.py::test_each_row_counts_once",
     ),
-    Mutation(
+    broken(
         "rows that are gathered in a small batch have the gradients of all copies",
         "steps/rows.py",
-        (("tf.where(copies, own, every)", "tf.where(False, own, every)"),),
-        (f"{GATHERED}[3-against_itself-against_gathered]",),
+        "tf.where(copies, own, every)",
+        "tf.where(False, own, every)",
+        f"{GATHERED}[3-against_itself-against_gathered]",
     ),
-    Mutation(
+    broken(
         "rows that are gathered have the gradients of their own replica alone",
         "steps/rows.py",
-        (
-            ("added = all_reduce_sum(", "added = lone(all_reduce_sum)("),
-            ("def _rows_here(", LONE),
-        ),
-        (f"{GATHERED}[2-views-views_by_labels]",),
+        "added = all_reduce_sum(",
+        "added = lone(all_reduce_sum)(",
+        f"{GATHERED}[2-views-views_by_labels]",
+        also=(("def _rows_here(", LONE),),
     ),
-    Mutation(
+    broken(
         "replicas draw the same numbers",
         "steps/draws.py",
-        (("return first * times, tf", "return first * 0, tf"),),
-        (NORM,),
+        "return first * times, tf",
+        "return first * 0, tf",
+        NORM,
     ),
-    Mutation(
+    broken(
         "predictions come by replica, the last one first",
         "steps/evaluate.py",
-        (
-            (
-                "tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)",
-                "tf.concat(list(parts)[::-1], 0)",
-            ),
-        ),
-        (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[3]",),
+        "tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)",
+        "tf.concat(list(parts)[::-1], 0)",
+        f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[3]",
     ),
-    Mutation(
+    broken(
         "a small batch is predicted once for each replica",
         "steps/evaluate.py",
-        (
-            (
-                "else rows[: count_rows(rows) // copies]",
-                "else rows",
-            ),
-        ),
-        (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",),
+        "else rows[: count_rows(rows) // copies]",
+        "else rows",
+        f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",
     ),
     # Windows over batches -------------------------------------------------------------------------
-    Mutation(
+    broken(
         "a short window is divided by the weight of a whole one",
         "accumulation/accumulator.py",
-        (
-            (
-                "        totals = sum_over_replicas(strategy, parts)\n",
-                "        totals = sum_over_replicas(strategy, parts)\n"
-                "        totals[0][-1] = tf.maximum(totals[0][-1], 15.0)\n",
-            ),
-        ),
-        (f"{ACCUMULATOR}[3]",),
+        "        totals = sum_over_replicas(strategy, parts)\n",
+        "        totals = sum_over_replicas(strategy, parts)\n"
+        "        totals[0][-1] = tf.maximum(totals[0][-1], 15.0)\n",
+        f"{ACCUMULATOR}[3]",
     ),
-    Mutation(
+    broken(
         "a window begins with what the one before left",
         "accumulation/accumulator.py",
-        (
-            (
-                "copy.assign(tf.zeros(copy.shape, copy.dtype))",
-                "copy.assign_add(tf.zeros(copy.shape, copy.dtype))",
-            ),
-        ),
-        (f"{ACCUMULATOR}[3]",),
+        "copy.assign(tf.zeros(copy.shape, copy.dtype))",
+        "copy.assign_add(tf.zeros(copy.shape, copy.dtype))",
+        f"{ACCUMULATOR}[3]",
     ),
-    Mutation(
+    broken(
         "adding to a window communicates",
         "accumulation/accumulator.py",
-        (
-            (
-                "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
-                "        self._context().all_reduce('SUM', tf.cast(weight, tf.float32))\n"
-                "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
-            ),
-        ),
-        ("promises/test_windows.py::test_adding_to_a_window_waits_for_no_other_replica",),
+        "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
+        "        self._context().all_reduce('SUM', tf.cast(weight, tf.float32))\n"
+        "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
+        "test_windows.py::test_adding_to_a_window_waits_for_no_other_replica",
     ),
     # Verification ---------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "the first step is not verified",
         "addons/verification/verify.py",
-        (('return call if self.sees == "none" else', "return call if True else"),),
-        (f"{TOUCHING}[a batch mean in a Lambda]",),
+        'return call if self.sees == "none" else',
+        "return call if True else",
+        f"{TOUCHING}[a batch mean in a Lambda]",
     ),
-    Mutation(
+    broken(
         "the tolerance of the verification is a thousand times as large",
         "addons/verification/compare.py",
-        (("self.bound = self.compute *", "self.bound = 1e5 * self.compute *"),),
-        (f"{TOUCHING}[a hundredth of the batch mean in a Lambda]",),
+        "self.bound = self.compute *",
+        "self.bound = 1e5 * self.compute *",
+        f"{TOUCHING}[a hundredth of the batch mean in a Lambda]",
     ),
-    Mutation(
+    broken(
         "every difference is taken for rounding",
         "addons/verification/compare.py",
-        (("4.0 if half else 16.0\n", "1e9\n"),),
-        (f"{TOUCHING}[a batch mean in float32]",),
+        "4.0 if half else 16.0\n",
+        "1e9\n",
+        f"{TOUCHING}[a batch mean in float32]",
     ),
-    Mutation(
+    broken(
         "states that layers assign are not compared",
         "addons/verification/compare.py",
-        (
-            (
-                "for i, variable in enumerate(device.trace.state):",
-                "for i, variable in enumerate(()):",
-            ),
-        ),
-        (f"{TOUCHING}[a number of rows kept in a layer]",),
+        "for i, variable in enumerate(device.trace.state):",
+        "for i, variable in enumerate(()):",
+        f"{TOUCHING}[a number of rows kept in a layer]",
     ),
 )

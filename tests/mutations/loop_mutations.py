@@ -2,240 +2,195 @@
 
 from __future__ import annotations
 
-from mutation import Mutation
+from mutation import broken
 
 LOOPS = (
     # fit --------------------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "the logs of an epoch are those of its last call",
         "addons/loops/loop.py",
-        (("self.sums[name] = self.sums.get(name, 0.0) + value", "self.sums[name] = value"),),
-        ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
+        "self.sums[name] = self.sums.get(name, 0.0) + value",
+        "self.sums[name] = value",
+        "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
     ),
-    Mutation(
+    broken(
         "losses of an epoch are divided by other than its rows",
         "addons/loops/logs.py",
-        (
-            (
-                'name: sums[name] / sums["rows"]',
-                'name: sums[name] / (sums["rows"] + 1.0)',
-            ),
-        ),
-        (
-            "promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
-            "promises/test_fit.py::test_a_step_or_a_forward_of_ones_own[3-forward]",
-        ),
+        'name: sums[name] / sums["rows"]',
+        'name: sums[name] / (sums["rows"] + 1.0)',
+        "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
+        "test_fit.py::test_a_step_or_a_forward_of_ones_own[3-forward]",
     ),
-    Mutation(
+    broken(
         "a fit begins with the first epoch, whatever initial_epoch is",
         "addons/loops/fit.py",
-        (('"initial_epoch": hooks.start.epoch,', '"initial_epoch": 0,'),),
-        ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
+        '"initial_epoch": hooks.start.epoch,',
+        '"initial_epoch": 0,',
+        "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
     ),
-    Mutation(
+    broken(
         "class weights are forgotten",
         "data/class_weights.py",
-        (("tf.where(tf.gather(keys, places) == flat, own, 1)", "tf.ones_like(own)"),),
-        (
-            "promises/test_fit.py::"
-            "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
-        ),
+        "tf.where(tf.gather(keys, places) == flat, own, 1)",
+        "tf.ones_like(own)",
+        "test_fit.py::test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
     ),
-    Mutation(
+    broken(
         "each epoch begins a pass",
         "addons/loops/feed.py",
-        (
-            (
-                "if self.iterator is None or not self._continues or self._left_in_pass == 0:",
-                "if True:",
-            ),
-        ),
-        (
-            "promises/test_fit.py::"
-            "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
-        ),
+        "if self.iterator is None or not self._continues or self._left_in_pass == 0:",
+        "if True:",
+        "test_fit.py::test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
     ),
-    Mutation(
+    broken(
         "fit forgets clip_norm",
         "addons/loops/fit.py",
-        (('"clip_norm": clip_norm,', '"clip_norm": None,'),),
-        ("promises/test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",),
+        '"clip_norm": clip_norm,',
+        '"clip_norm": None,',
+        "test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",
     ),
     # evaluate and predict ---------------------------------------------------------------------------
-    Mutation(
+    broken(
         "only the first batches of an evaluation are in its loss",
         "addons/loops/loop.py",
-        (("self.sums = add(self.sums, totals)", "self.sums = self.sums or totals"),),
-        ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
+        "self.sums = add(self.sums, totals)",
+        "self.sums = self.sums or totals",
+        "test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",
     ),
-    Mutation(
+    broken(
         "an evaluation continues the metrics of the one before",
         "addons/loops/methods.py",
-        (('"reset_metrics": loop.reset', '"reset_metrics": lambda: None'),),
-        ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
+        '"reset_metrics": loop.reset',
+        '"reset_metrics": lambda: None',
+        "test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",
     ),
-    Mutation(
+    broken(
         "a resumed run begins its epoch again",
         "addons/checkpoints/manager.py",
-        (('stored.run["epoch"], stored.run["step_in_epoch"]', 'stored.run["epoch"], 0'),),
-        (
-            "promises/test_resume.py::"
-            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
-        ),
+        'stored.run["epoch"], stored.run["step_in_epoch"]',
+        'stored.run["epoch"], 0',
+        "test_resume.py::test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
     ),
-    Mutation(
+    broken(
         "the loss scale is not saved",
         "addons/checkpoints/state.py",
-        (("kept_loss_scales.get(optimizer)) is not None", "None) is not None"),),
-        (
-            "promises/test_resume.py::"
-            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[1-5]",
-        ),
+        "kept_loss_scales.get(optimizer)) is not None",
+        "None) is not None",
+        "test_resume.py::test_a_loop_resumed_from_any_step_ends_with_the_same_bits[1-5]",
     ),
-    Mutation(
+    broken(
         "the state of a callback is not restored",
         "addons/checkpoints/callback.py",
-        (("callbacks[key][0].set_state(value)", "pass"),),
-        ("promises/test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits[False]",),
+        "callbacks[key][0].set_state(value)",
+        "pass",
+        "test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits[False]",
     ),
-    Mutation(
+    broken(
         "a damaged checkpoint is passed over without a word",
         "addons/checkpoints/files.py",
-        (("                warnings.warn(\n", "                str.format(\n"),),
-        ("promises/test_resume.py::test_the_newest_whole_checkpoint_is_used[flip]",),
+        "                warnings.warn(\n",
+        "                str.format(\n",
+        "test_resume.py::test_the_newest_whole_checkpoint_is_used[flip]",
     ),
-    Mutation(
+    broken(
         "one checkpoint too many is kept",
         "addons/checkpoints/files.py",
-        (("values())[:-keep]", "values())[: -keep - 1]"),),
-        ("promises/test_resume.py::test_the_newest_are_kept",),
+        "values())[:-keep]",
+        "values())[: -keep - 1]",
+        "test_resume.py::test_the_newest_are_kept",
     ),
     # rows that touch --------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "verify=True verifies the first step alone",
         "addons/verification/verify.py",
-        (
-            (
-                "self._always, self._with_gradients = verify is True,",
-                "self._always, self._with_gradients = False,",
-            ),
-        ),
-        ("promises/test_touching_rows.py::test_verify_says_which_steps_are_checked",),
+        "self._always, self._with_gradients = verify is True,",
+        "self._always, self._with_gradients = False,",
+        "test_touching_rows.py::test_verify_says_which_steps_are_checked",
     ),
-    Mutation(
+    broken(
         "gathered rows lie one upon the other",
         "steps/rows.py",
-        (
-            (
-                "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n",
-                "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n        first *= 0\n",
-            ),
-        ),
-        (
-            "promises/test_touching_rows.py::"
-            "test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
-        ),
+        "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n",
+        "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n        first *= 0\n",
+        "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
     ),
-    Mutation(
+    broken(
         "synchronize_batch_norm changes nothing",
         "steps/batch_norm.py",
-        (("layer.synchronized = True", "layer.synchronized = False"),),
-        ("promises/test_touching_rows.py::test_synchronize_batch_norm_mends_a_model_of_others",),
+        "layer.synchronized = True",
+        "layer.synchronized = False",
+        "test_touching_rows.py::test_synchronize_batch_norm_mends_a_model_of_others",
     ),
-    Mutation(
+    broken(
         "masked moments are those of a replica's rows",
         "steps/batch_norm.py",
-        (
-            (
-                "return context.all_reduce(tf.distribute.ReduceOp.SUM, add(*args, **kwargs))",
-                "return add(*args, **kwargs)",
-            ),
-        ),
-        (
-            "promises/test_synchronized_norm.py::"
-            "test_masked_batches_are_normalized_as_on_one_device[3]",
-        ),
+        "return context.all_reduce(tf.distribute.ReduceOp.SUM, add(*args, **kwargs))",
+        "return add(*args, **kwargs)",
+        "test_synchronized_norm.py::test_masked_batches_are_normalized_as_on_one_device[3]",
     ),
     # sharded variables ------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "nothing is large enough to be on one device alone",
         "addons/sharding/variables.py",
-        (("AT_LEAST = 2**16", "AT_LEAST = 2**40"),),
-        ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
+        "AT_LEAST = 2**16",
+        "AT_LEAST = 2**40",
+        "test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",
     ),
-    Mutation(
+    broken(
         "the optimizer is not in the checkpoint",
         "addons/checkpoints/state.py",
-        (
-            (
-                "            if optimizer is not None:\n                named |= numbered",
-                "            if False:\n                named |= numbered",
-            ),
-        ),
-        ("promises/test_sharded_variables.py::test_they_are_saved_and_restored",),
+        "            if optimizer is not None:\n                named |= numbered",
+        "            if False:\n                named |= numbered",
+        "test_sharded_variables.py::test_they_are_saved_and_restored",
     ),
     # signals ----------------------------------------------------------------------------------------
-    Mutation(
+    broken(
         "a call is never cut, so Ctrl-C comes after all its steps",
         "steps/program.py",
-        (("min(most, int(steps) - ran, self._length.steps)", "int(steps) - ran"),),
-        ("promises/test_interrupts.py::test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one",),
+        "min(most, int(steps) - ran, self._length.steps)",
+        "int(steps) - ran",
+        "test_interrupts.py::test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one",
     ),
-    Mutation(
+    broken(
         "SIGTERM ends a run without saving it",
         "addons/checkpoints/manager.py",
-        (("            path = self.save()\n", '            path = ""\n'),),
-        ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
+        "            path = self.save()\n",
+        '            path = ""\n',
+        "test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",
     ),
-    Mutation(
+    broken(
         "a run that SIGTERM ended says that all is well",
         "addons/checkpoints/manager.py",
-        (("128 + signal.SIGTERM, False", "0, False"),),
-        ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
+        "128 + signal.SIGTERM, False",
+        "0, False",
+        "test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",
     ),
-    Mutation(
+    broken(
         "the owner of a variable adds the gradient of its first replica alone",
         "strategies/collectives.py",
-        (
-            (
-                "return [add_on_device(parts, device) for",
-                "return [add_on_device(parts[:1], device) for",
-            ),
-        ),
-        ("promises/test_sharded_variables.py::test_training_is_that_of_one_device",),
+        "return [add_on_device(parts, device) for",
+        "return [add_on_device(parts[:1], device) for",
+        "test_sharded_variables.py::test_training_is_that_of_one_device",
     ),
-    Mutation(
+    broken(
         "all large variables are on the first device",
         "addons/sharding/variables.py",
-        (("return used.index(min(used))", "return 0"),),
-        ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
+        "return used.index(min(used))",
+        "return 0",
+        "test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",
     ),
-    Mutation(
+    broken(
         "the seeds of layers are not saved",
         "addons/checkpoints/state.py",
-        (
-            (
-                'numbered(f"{prefix}model", model.variables)\n',
-                'numbered(f"{prefix}model", model.weights)\n',
-            ),
-        ),
-        (
-            "promises/test_resume.py::"
-            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
-        ),
+        'numbered(f"{prefix}model", model.variables)\n',
+        'numbered(f"{prefix}model", model.weights)\n',
+        "test_resume.py::test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
     ),
-    Mutation(
+    broken(
         "gathered rows have no gradient on other replicas",
         "steps/rows.py",
-        (
-            (
-                "padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)",
-                "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n    padded = tf.pad(tf.stop_gradient(padded), paddings)",
-            ),
-        ),
-        (
-            "promises/test_touching_rows.py::"
-            "test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
-        ),
+        "padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)",
+        "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n    padded = tf.pad(tf.stop_gradient(padded), paddings)",
+        "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
     ),
 )

@@ -40,3 +40,20 @@ class Mutation:
             )
             text = text.replace(old, new)
         path.write_text(text)
+
+
+def broken(
+    name: str, file: str, old: str, new: str, *tests: str, also: tuple[tuple[str, str], ...] = ()
+) -> Mutation:
+    """Returns a mutation that promises catch: ``new`` in place of ``old``.
+
+    Args:
+        name: What is done wrong, in a few words.
+        file: The file of the package it is done in.
+        old: A text that stands once in the file.
+        new: What is put in its place.
+        tests: Promises that must fail, ``test_file.py::test_name``.
+        also: More pairs of ``old`` and ``new`` in the same file.
+    """
+    promises = tuple(f"promises/{test}" for test in tests)
+    return Mutation(name, file, ((old, new), *also), promises)
