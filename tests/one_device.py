@@ -1,8 +1,7 @@
 """One device against N replicas: the same model, optimizer and batches on both.
 
-``ByHand`` is the loop anybody would write for one device: a tape, a Keras loss with its own
-reduction, ``optimizer.apply``. Nothing in it is ours, so that what it gives is the truth the
-replicas are held to. ``Replicated`` is our step.
+For models that law has not, most of them float32: ``ByHand`` is its plain loop, ``Replicated`` our
+step.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from law.model import Training
+from law.pair import dataset_of
+from law.plain import as_tensors, specs_of, train_once
 
 import tfmultigpu as tmg
 
@@ -78,7 +80,7 @@ class _Trained:
 
 
 class ByHand(_Trained):
-    """The loop for one device, without any code of ours.
+    """``law.plain``, which is the truth: nothing in it is ours.
 
     Args:
         build: Makes the model.
@@ -99,40 +101,21 @@ class ByHand(_Trained):
     ) -> None:
         super().__init__(build, optimizer)
         self._loss = loss
-        self._clip_norm = clip_norm
+        self._training = Training(self.model, self.optimizer, loss, clip_norm=clip_norm)
         self._dense = dense
         self._compiled: Any = None
 
-    def train(self, batches: Iterable[Any]) -> Result:
-        batches = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
+    def train(self, batches: Sequence[Any]) -> Result:
         if self._compiled is None:
             self.model(batches[0][0])  # builds it, as any forward pass does
             self.optimizer.build(self.model.trainable_variables)
-            spec = tf.nest.map_structure(
-                lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batches[0]
-            )
-            self._compiled = tf.function(self._step, input_signature=[spec], autograph=False)
+            signature = [specs_of(batches[0])]
+            self._compiled = tf.function(self._step, input_signature=signature, autograph=False)
         self.reset()
-        losses = [float(self._compiled(batch)) for batch in batches]
-        return self.result(losses)
+        return self.result([float(self._compiled(as_tensors(batch))) for batch in batches])
 
     def _step(self, batch: Any) -> Any:
-        x, y, weight = (*batch, None)[:3]
-        with tf.GradientTape() as tape:
-            loss = self._loss(y, self.model(x, training=True), sample_weight=weight)
-            for extra in self.model.losses:
-                loss += tf.cast(extra, loss.dtype)
-            target = self.optimizer.scale_loss(loss)
-        variables = self.model.trainable_variables
-        pairs = zip(tape.gradient(target, variables), variables, strict=True)
-        pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        gradients = [gradient for gradient, _ in pairs]
-        if self._dense:
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        if self._clip_norm is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, self._clip_norm)
-        self.optimizer.apply(gradients, [variable for _, variable in pairs])
-        return loss
+        return train_once(self._training, batch, self._dense)["loss"]
 
 
 class Replicated(_Trained):
@@ -209,8 +192,7 @@ def cut(arrays: Sequence[np.ndarray], sizes: Iterable[int]) -> list[tuple[np.nda
 
 def as_dataset(batches: Sequence[tuple[np.ndarray, ...]]) -> tf.data.Dataset:
     """A dataset that yields exactly these global batches."""
-    spec = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in batches[0])
-    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    return dataset_of(lambda: batches, batches[0])
 
 
 def hold(

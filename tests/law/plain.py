@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,17 +25,13 @@ def specs_of(batch: Batch) -> Any:
 
 
 class PlainLoop:
-    """A tape, the losses of Keras with their own reductions, ``optimizer.apply``.
-
-    Gradients of embeddings are summed by row first (``tf.convert_to_tensor``), as this library
-    does. Clipping, if any, is of the whole gradient.
-    """
+    """``train_once``, compiled for batches of any number of examples."""
 
     def __init__(self, training: Training, like: Batch) -> None:
-        self.training = training
         training.optimizer.build(training.model.trainable_variables)
         signature = [specs_of(like)]
-        self._step = tf.function(self._train, input_signature=signature, autograph=False)
+        once = functools.partial(train_once, training)
+        self._step = tf.function(once, input_signature=signature, autograph=False)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Trains on one batch and returns its loss and the norm of its gradient."""
@@ -43,26 +40,34 @@ class PlainLoop:
     def train(self, batches: Iterable[Batch]) -> list[dict[str, float]]:
         return [self.step(batch) for batch in batches]
 
-    def _train(self, batch: Any) -> dict[str, Any]:
-        training = self.training
-        x, y, weights = (*batch, None)[:3]
-        with tf.GradientTape() as tape:
-            outputs = training.model(x, training=True)
-            loss = plain_loss(training.loss, y, outputs, weights)
-            loss += sum(tf.cast(extra, loss.dtype) for extra in training.model.losses)
-        variables = training.model.trainable_variables
-        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)]
-        norm = tf.linalg.global_norm(gradients)
-        if training.clip_norm is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, training.clip_norm)
-        training.optimizer.apply(gradients, variables)
-        for name, metrics in training.metrics_by_output().items():
-            for metric in metrics:
-                if name is None:
-                    metric.update_state(y, outputs)
-                else:
-                    metric.update_state(y[name], outputs[name])
-        return {"loss": loss, "gradient_norm": norm}
+
+def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, Any]:
+    """A tape, the losses of Keras with their own reductions, ``optimizer.apply``.
+
+    Gradients of embeddings are summed by row first (``tf.convert_to_tensor``), as this library
+    does, unless ``dense`` is false. Clipping, if any, is of the whole gradient.
+    """
+    x, y, weights = (*batch, None)[:3]
+    with tf.GradientTape() as tape:
+        outputs = training.model(x, training=True)
+        loss = plain_loss(training.loss, y, outputs, weights)
+        loss += sum(tf.cast(extra, loss.dtype) for extra in training.model.losses)
+        scaled = training.optimizer.scale_loss(loss)
+    variables = training.model.trainable_variables
+    pairs = zip(tape.gradient(scaled, variables), variables, strict=True)
+    pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+    gradients = [tf.convert_to_tensor(g) if dense else g for g, _ in pairs]
+    norm = tf.linalg.global_norm(gradients)
+    if training.clip_norm is not None:
+        gradients, _ = tf.clip_by_global_norm(gradients, training.clip_norm)
+    training.optimizer.apply(gradients, [variable for _, variable in pairs])
+    for name, metrics in training.metrics_by_output().items():
+        for metric in metrics:
+            if name is None:
+                metric.update_state(y, outputs)
+            else:
+                metric.update_state(y[name], outputs[name])
+    return {"loss": loss, "gradient_norm": norm}
 
 
 def plain_loss(loss: Any, y: Any, outputs: Any, weights: Any = None) -> Any:
