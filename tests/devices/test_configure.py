@@ -6,25 +6,21 @@ decide what is refused. The lines run in one process in order: a refusal must ch
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from law.processes import run_program
 
 from tfmultigpu.devices import (
-    limit_memory,
     list_devices,
     list_logical_devices,
     logical_to_physical,
     split_device,
 )
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
 
 pytestmark = pytest.mark.slow
 
@@ -74,69 +70,19 @@ def limits(index):
 """
 
 
-# TensorFlow is imported once, in seconds; each script runs in a copy of that process, made before
-# any device starts. What fails is written to standard error, which goes to standard output.
-COPIES = """
-import json, os, sys, traceback
-import keras, tensorflow
-for line in sys.stdin:
-    script, environment = json.loads(line)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        os.close(reader)
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        os.environ.update(environment)
-        try:
-            exec(script, {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    os.close(writer)
-    with open(reader) as file:
-        said = file.read()
-    print(json.dumps([os.waitpid(child, 0)[1], said]), flush=True)
-"""
-
-Run = Callable[..., str]
+Run = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """Runs a script in a process of its own; returns what it printed, its assertions are ours."""
-    # No warmth from the parent: neither its devices nor what it says about CUDA.
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TF_FORCE")}
-    with subprocess.Popen(
-        [sys.executable, "-c", COPIES],
-        env=inherited | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as copies:
-        assert copies.stdin is not None
-        assert copies.stdout is not None
-        requests, answers = copies.stdin, copies.stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a script in a process of its own, where its assertions are ours."""
 
-        def call(script: str, *, gpus: bool = False, **environment: str) -> str:
-            source = PRELUDE + (FAKE_GPUS if gpus else "") + textwrap.dedent(script)
-            print(json.dumps([source, environment]), file=requests, flush=True)
-            status, said = json.loads(answers.readline())
-            assert status == 0, said[-3000:]
-            return str(said)
+    def call(script: str, *, gpus: bool = False, **environment: str) -> None:
+        program = tmp_path / "program.py"
+        program.write_text(PRELUDE + (FAKE_GPUS if gpus else "") + textwrap.dedent(script))
+        run_program(program, **environment)
 
-        yield call
-        requests.close()
-
-
-def test_a_script_that_fails_is_a_failure(run: Run) -> None:
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        run("1 / 0")
+    return call
 
 
 def test_listing_starts_nothing_and_splitting_works_after_it(run: Run) -> None:
@@ -355,17 +301,3 @@ def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
                 call(kind)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts must be a whole number, at least 1"):
         split_device("CPU:0", parts=0)
-
-
-def test_memory_of_cpus_cannot_be_limited() -> None:
-    with pytest.raises(TfMultiGpuError, match=r"memory of GPUs only\. For CPU:0 leave"):
-        split_device("CPU:0", parts=2, memory=2**30)
-    with pytest.raises(TfMultiGpuError, match=r"GPUs only\. For CPU:0 leave"):
-        limit_memory({"CPU:0": 2**30})
-
-
-def test_splitting_after_the_start_changes_nothing() -> None:
-    before = list_logical_devices("CPU")
-    with pytest.raises(DevicesInitializedError, match="came after"):
-        split_device("CPU:0", parts=len(before) + 1)
-    assert list_logical_devices("CPU") == before

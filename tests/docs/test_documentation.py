@@ -10,16 +10,14 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from law.processes import run_program
 
 import tfmultigpu as tmg
 from tfmultigpu.__main__ import main
@@ -32,40 +30,6 @@ PAGES = {
 # Blocks that are shown and not run.
 SHOWN = {"text", "console", "json", "mermaid", "diff"}
 COMMANDS = {"sh"}
-
-# Importing TensorFlow takes seconds, so it is done once: each program runs in a copy of the
-# process, made before TensorFlow starts its devices. What fails is written to standard output.
-RUNNER = """
-import json, os, runpy, sys, traceback
-import keras, tensorflow as tf, tfmultigpu
-failures = {}
-for name, source in json.load(sys.stdin):
-    # TensorFlow compiles `for` in a tf.function from the source it finds in the file.
-    folder = os.path.abspath(name.replace("/", "."))
-    os.mkdir(folder)
-    path = os.path.join(folder, "program.py")
-    with open(path, "w") as file:
-        file.write(source)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        output = os.open(path + ".out", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(folder)
-        try:
-            runpy.run_path(path, run_name="__main__")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    if os.waitpid(child, 0)[1]:
-        with open(path + ".out") as file:
-            failures[name] = file.read()
-print(json.dumps(failures))
-"""
 
 
 @dataclass(frozen=True)
@@ -167,17 +131,15 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             programs.append((f"{page} {number}", program))
     programs += examples().items()
     programs.append(("wrong", "assert 1 + 1 == 3"))
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(programs),
-        cwd=tmp_path_factory.mktemp("programs"),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    found = {}
+    for number, (name, source) in enumerate(programs):
+        # TensorFlow compiles `for` in a tf.function from the source it finds in the file.
+        file = tmp_path_factory.mktemp(f"program{number}") / "program.py"
+        file.write_text(source)
+        try:
+            run_program(file)
+        except AssertionError as error:
+            found[name] = str(error)
     assert "AssertionError" in found.pop("wrong")
     return found
 

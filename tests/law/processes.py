@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import socket
@@ -31,6 +32,12 @@ import tfmultigpu
 
 SECONDS = 120.0  # A limit for what hangs, far above what anything takes.
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# TensorFlow switches oneDNN on by the kind of CPU, and errors differ with it.
+_SETTINGS = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_ENABLE_ONEDNN_OPTS": "1",
+}
 
 
 class WorkerRaised(Exception):
@@ -131,7 +138,7 @@ class Pool:
             [sys.executable, "-m", "law.processes", str(self.folder / "socket")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"},
+            env=environment | _SETTINGS,
             text=True,
             bufsize=1,
         )
@@ -177,6 +184,31 @@ def call_all(workers: Sequence[Worker], function: Callable[..., Any], *arguments
     for worker in workers:
         worker.begin(function, *arguments)
     return [worker.result() for worker in workers]
+
+
+def run_program(file: Path, **environment: str) -> str:
+    """Runs a program in its folder and a process of its own, in which no device has started.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        AssertionError: It failed; the message is its traceback.
+    """
+    worker = pool().start(**environment)
+    worker.begin(_run_file, file)
+    try:
+        worker.result(600.0)
+    except WorkerRaised as error:
+        raise AssertionError(error.text) from None
+    worker.end()
+    return worker.printed()
+
+
+def _run_file(file: Path) -> None:
+    os.chdir(file.parent)
+    runpy.run_path(str(file), run_name="__main__")
+    sys.stdout.flush()
 
 
 def tf_config(addresses: Sequence[str], index: int) -> str:

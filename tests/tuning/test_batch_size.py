@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from each import each
-from run_script import run_script
+from law.processes import pool
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.tuning.batch_size import _ran_out_of_memory
@@ -90,47 +92,42 @@ def test_what_a_failed_try_held_is_freed() -> None:
     assert len(held) > 3
 
 
-@pytest.mark.slow
-def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
-    script = """
-    import resource
-    import numpy as np
-    import tfmultigpu as tmg
-
-    def taken():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-
-    MIB = 1024**2
-    import tensorflow as tf
+def allocate() -> None:
+    """Finds batches in a process whose memory is bounded."""
+    mib = 1024**2
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int32)])
-    def step(rows):
-        return tf.reduce_max(tf.fill([rows, MIB // 4], tf.random.uniform([], 1, 2)) + 1.0)
+    def step(rows: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_max(tf.fill([rows, mib // 4], tf.random.uniform([], 1, 2)) + 1.0)
 
     float(step(1))
-    room = 240 * MIB
-    resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
-    sizes = []
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 240 * mib, resource.RLIM_INFINITY))
+    sizes: list[int] = []
 
-    def try_batch(rows):
+    def try_batch(rows: int) -> None:
         sizes.append(rows)
-        batch = np.ones((rows, MIB), np.uint8)      # one row is one MiB
-        assert int(batch[-1].sum()) == MIB
+        batch = np.ones((rows, mib), np.uint8)  # One row is one MiB.
+        assert int(batch[-1].sum()) == mib
 
-    found = tmg.find_batch_size(try_batch, start=16)
+    largest = tmg.find_batch_size(try_batch, start=16)
     # Threads of TensorFlow take some of the room meanwhile.
-    assert 64 <= found <= 240, found
-    assert max(sizes) > 240 or found + 1 in sizes, sizes
+    assert 64 <= largest <= 240
+    assert max(sizes) > 240 or largest + 1 in sizes
+    tried: list[int] = []
 
     # What TensorFlow itself asks for in vain, and frees: the next try has all the room again.
-    def try_step(rows):
+    def try_step(rows: int) -> None:
         tried.append(rows)
         assert float(step(rows)) > 0
 
-    tried = []
-    found = tmg.find_batch_size(try_step, start=16)
-    assert 32 <= found <= 240, found
-    assert found + 1 in tried, tried
-    """
-    run_script(script)
+    largest = tmg.find_batch_size(try_step, start=16)
+    assert 32 <= largest <= 240
+    assert largest + 1 in tried
+
+
+@pytest.mark.slow
+def test_a_real_allocation() -> None:
+    worker = pool().start()
+    worker.call(allocate)
+    worker.end()
