@@ -2,8 +2,8 @@
 
 Each is trained by a plain GradientTape on one device, with none of this library's code, and by the
 train step on two replicas. The outcome is ``"same"`` (weights as on one device), ``"told"`` (a
-ReplicaDependenceWarning), ``"unverified"`` (the same of a step that could not be compared) or
-``"refused"`` (an error of this library).
+ReplicaDependenceWarning) or ``"refused"`` (an error of this library). tests/promises have losses
+and layers that compare rows, steps/test_added_losses.py what layers add.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ X = _random.normal(size=(3 * ROWS, FEATURES)).astype("float32")
 Y = _random.normal(size=(3 * ROWS, CLASSES)).astype("float32")
 IDS = _random.integers(1, 9, (3 * ROWS, 5))
 IDS[:, 3:] *= _random.integers(0, 2, (3 * ROWS, 2))  # Zeros are masked.
+SOUNDS = _random.normal(size=(3 * ROWS, 40)) * _random.uniform(0.01, 3.0, (3 * ROWS, 1))
+
+
+def mse(model: Any, x: Any, y: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - model(x, training=True)))
 
 
 @dataclasses.dataclass
@@ -40,8 +45,8 @@ class Program:
     """
 
     model: Any
-    plain: Callable[[Any, Any, Any], Any]
-    options: dict[str, Any]
+    plain: Callable[[Any, Any, Any], Any] = mse
+    options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"loss": "mse"})
     watched: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -52,10 +57,9 @@ class Case:
     Attributes:
         name: What rows do to each other, in a few words.
         build: Makes the program; called in the scope.
-        outcome: ``"same"``, ``"told"``, ``"unverified"`` or ``"refused"``.
+        outcome: ``"same"``, ``"told"`` or ``"refused"``.
         says: A text in the warning or error.
         x: Features of three batches of seven rows.
-        y: Labels.
         sizes: Rows of the batches.
     """
 
@@ -64,12 +68,7 @@ class Case:
     outcome: str
     says: str = ""
     x: Any = dataclasses.field(default_factory=lambda: X, repr=False)
-    y: Any = dataclasses.field(default_factory=lambda: Y, repr=False)
     sizes: tuple[int, ...] = (ROWS, ROWS, ROWS)
-
-
-def mse(model: Any, x: Any, y: Any) -> Any:
-    return tf.reduce_mean(tf.square(y - model(x, training=True)))
 
 
 def sequential(*layers: Any, inputs: tuple[int, ...] = (FEATURES,), dtype: str = "float32") -> Any:
@@ -77,44 +76,10 @@ def sequential(*layers: Any, inputs: tuple[int, ...] = (FEATURES,), dtype: str =
 
 
 def with_layers(*make: Callable[[], Any], **inputs: Any) -> Callable[[], Program]:
-    def build() -> Program:
-        model = sequential(*[one() for one in make], **inputs)
-        return Program(model, mse, {"loss": "mse"})
-
-    return build
+    return lambda: Program(sequential(*[layer() for layer in make], **inputs))
 
 
-def with_loss(values: Callable[[Any, Any], Any]) -> Callable[[], Program]:
-    """A loss of one value per row, whose mean is taken."""
-
-    def build() -> Program:
-        model = sequential(L.Dense(5, "tanh"))
-        plain = lambda model, x, y: tf.reduce_mean(values(y, model(x, training=True)))  # noqa: E731
-        return Program(model, plain, {"loss": values})
-
-    return build
-
-
-def ranking(y: Any, predictions: Any) -> Any:
-    apart = predictions[:, None, 0] - predictions[None, :, 0]
-    wanted = tf.sign(y[:, None, 0] - y[None, :, 0])
-    return tf.reduce_mean(tf.nn.softplus(-apart * wanted), axis=1)
-
-
-class AddsLoss(L.Layer):
-    def __init__(self, loss: Callable[[Any], Any], weight: float = 0.3) -> None:
-        super().__init__()
-        self._loss, self._weight = loss, weight
-
-    def call(self, x: Any) -> Any:
-        self.add_loss(self._weight * self._loss(x))
-        return x
-
-
-class KLSparsity(keras.regularizers.Regularizer):
-    def __call__(self, x: Any) -> Any:
-        mean = tf.clip_by_value(tf.reduce_mean(tf.sigmoid(x), 0), 0.01, 0.99)
-        return tf.reduce_sum(0.1 * tf.math.log(0.1 / mean) + 0.9 * tf.math.log(0.9 / (1 - mean)))
+# Layers -------------------------------------------------------------------------------------------
 
 
 class KeepsMean(L.Layer):
@@ -145,9 +110,62 @@ class TwoViews(keras.Model):
         return first - second
 
 
-def mean_in_a_layer() -> Program:
-    layer = KeepsMean()
-    return Program(sequential(layer), mse, {"loss": "mse"}, layer.mean.variables)
+class PythonCounter(L.Layer):
+    calls = 0
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        return x * (1.0 + 0.5 * (self.calls % 2))
+
+
+class VariableCounter(L.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = tf.Variable(0.0, trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.steps.assign_add(1.0)
+        return x * (1.0 + 0.1 * self.steps)
+
+
+class WeightNoise(L.Layer):
+    """Noise on weights, whose shape is by chance that of a shard's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(9)
+
+    def call(self, x: Any) -> Any:
+        noise = keras.random.normal((4, 3), seed=self.seed_generator)
+        return x + 0.3 * tf.reduce_sum(noise * tf.range(4.0)[:, None], 0)[0]
+
+
+class DropTokens(L.Layer):
+    """Dropout on the tokens that are not padding, all rows' in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.dropout = L.Embedding(9, 4), L.Dropout(0.5)
+
+    def call(self, ids: Any, training: bool = False) -> Any:
+        flat = tf.RaggedTensor.from_tensor(ids, padding=0)
+        tokens = flat.with_flat_values(
+            self.dropout(self.table(flat.flat_values), training=training)
+        )
+        return tf.reduce_sum(tokens, 1)
+
+
+class Overwrites(L.Layer):
+    """Keeps a mean in a weight that is trained by default, and that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = self.add_weight(shape=(FEATURES,), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        result = x - tf.stop_gradient(self.mean.value)
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
+        return result
 
 
 class ReadsAnother(keras.regularizers.Regularizer):
@@ -158,15 +176,21 @@ class ReadsAnother(keras.regularizers.Regularizer):
         return 0.1 * tf.reduce_sum(tf.square(x)) * tf.reduce_sum(tf.square(self.other))
 
 
+# Programs -----------------------------------------------------------------------------------------
+
+
+def mean_in_a_layer() -> Program:
+    layer = KeepsMean()
+    return Program(sequential(layer), watched=layer.mean.variables)
+
+
 def regularized_by_another() -> Program:
-    first = L.Dense(5, "tanh")
-    model = keras.Sequential([keras.Input((FEATURES,)), first, L.Dense(CLASSES)])
-    model.layers[1].kernel.regularizer = ReadsAnother(first.kernel)
-    return Program(model, mse, {"loss": "mse"})
+    model = sequential(L.Dense(5, "tanh"))
+    model.layers[1].kernel.regularizer = ReadsAnother(model.layers[0].kernel)
+    return Program(model)
 
 
 def calls_another_model() -> Program:
-    model = sequential(L.Dense(5, "tanh"))
     judge = keras.Sequential(
         [keras.Input((CLASSES,)), L.Dense(4, activity_regularizer=keras.regularizers.L2(0.5))]
     )
@@ -175,32 +199,57 @@ def calls_another_model() -> Program:
         return tf.reduce_mean(tf.square(judge(y) - judge(predictions)), axis=-1)
 
     plain = lambda model, x, y: tf.reduce_mean(values(y, model(x, training=True)))  # noqa: E731
-    return Program(model, plain, {"loss": values})
+    return Program(sequential(L.Dense(5, "tanh")), plain, {"loss": values})
+
+
+def in_micro_batches(model: Any, values: Callable[[Any, Any, Any], Any], parts: int) -> Program:
+    """A program of ``forward``, which computes ``values(model, x, y)`` of each row."""
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        rows = values(model, *batch)
+        return tmg.LossSum(tf.reduce_sum(rows), tf.size(rows))
+
+    plain = lambda model, x, y: tf.reduce_mean(values(model, x, y))  # noqa: E731
+    return Program(model, plain, {"loss": None, "forward": forward, "micro_batches": parts})
 
 
 def seeds_beside_the_model() -> Program:
-    model = sequential(L.Dense(5, "tanh"))
     generator = keras.random.SeedGenerator(11)
 
-    def noisy(model: Any, x: Any) -> Any:
-        return model(x + 0.3 * keras.random.normal(tf.shape(x), seed=generator), training=True)
+    def noisy(model: Any, x: Any, y: Any) -> Any:
+        outputs = model(x + 0.3 * keras.random.normal(tf.shape(x), seed=generator), training=True)
+        return tf.reduce_mean(tf.square(y - outputs), -1)
 
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        x, y = batch
-        return tmg.loss_sum("mse", y, noisy(model, x))
+    return in_micro_batches(sequential(L.Dense(5, "tanh")), noisy, 3)
 
-    plain = lambda model, x, y: tf.reduce_mean(tf.square(y - noisy(model, x)))  # noqa: E731
-    return Program(model, plain, {"loss": None, "forward": forward, "micro_batches": 3})
+
+class GradientPenalty(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = sequential(L.Dense(5, "tanh"))
+        self.seed_generator = keras.random.SeedGenerator(8)
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.body(x)
+
+    def penalty(self, x: Any) -> Any:
+        alpha = keras.random.uniform((tf.shape(x)[0], 1), seed=self.seed_generator)
+        between = alpha * x - (1 - alpha) * x
+        with tf.GradientTape() as tape:
+            tape.watch(between)
+            score = tf.reduce_sum(self.body(between))
+        return (tf.norm(tape.gradient(score, between), axis=1) - 1) ** 2
+
+
+def wgan_gp() -> Program:
+    def values(model: Any, x: Any, y: Any) -> Any:
+        return tf.reduce_mean(model(x) * y, 1) + model.penalty(x)
+
+    return in_micro_batches(GradientPenalty(), values, 2)
 
 
 CASES = (
-    Case("a loss that compares rows: ranking", with_loss(ranking), "told", "gather_rows"),
-    Case(
-        "an activity regularizer that is no mean over rows",
-        with_layers(lambda: L.Dense(4, activity_regularizer=KLSparsity())),
-        "told",
-        "added loss",
-    ),
     Case(
         "MelSpectrogram, which clips at the maximum of the batch",
         with_layers(
@@ -212,17 +261,39 @@ CASES = (
         ),
         "told",
         "MelSpectrogram",
-        x=_random.normal(size=(3 * ROWS, 40)).astype("float32")
-        * _random.uniform(0.01, 3.0, (3 * ROWS, 1)).astype("float32"),
+        x=SOUNDS.astype("float32"),
     ),
     Case(
         "dropout over two views, concatenated",
-        lambda: Program(TwoViews(), mse, {"loss": "mse"}),
+        lambda: Program(TwoViews()),
         "told",
-        says="Call the model for each: model(real), model(fake)",
+        "Call the model for each: model(real), model(fake)",
+    ),
+    Case(
+        "dropout on the tokens of all rows",
+        with_layers(DropTokens, inputs=(5,), dtype="int64"),
+        "told",
+        x=IDS,
     ),
     Case("a Mean inside a layer", mean_in_a_layer, "told", "keep sums and counts"),
+    Case("a mean in a trained weight", with_layers(Overwrites), "told", "the state 'overwrites"),
+    Case("a counter in Python", with_layers(PythonCounter), "told", "PythonCounter"),
+    Case("a counter in a tf.Variable", with_layers(VariableCounter), "same"),
     Case("a regularizer that reads another variable", regularized_by_another, "refused"),
     Case("a loss that calls another model", calls_another_model, "same"),
     Case("a generator of seeds beside the model", seeds_beside_the_model, "same"),
+    Case("WGAN-GP in micro-batches", wgan_gp, "same"),
+    Case("noise of four rows", with_layers(WeightNoise), "same"),
+    Case(
+        "LSTM with dropout behind a mask",
+        with_layers(
+            lambda: L.Embedding(9, 4, mask_zero=True),
+            lambda: L.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
+            inputs=(5,),
+            dtype="int64",
+        ),
+        "same",
+        x=IDS,
+        sizes=(7, 1),
+    ),
 )
