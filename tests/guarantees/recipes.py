@@ -101,10 +101,10 @@ def weights(found: Trained, truth: Trained) -> Difference:
 # One device ---------------------------------------------------------------------------------------
 
 
-def one_device(problem: Problem, **options: Any) -> Trained:
+def one_device(problem: Problem) -> Trained:
     """The truth: a loop for one device, without any code of ours."""
     loss = problem.loss if problem.true_loss is None else problem.true_loss
-    hand = ByHand(problem.build, problem.optimizer, loss, **options)
+    hand = ByHand(problem.build, problem.optimizer, loss)
     result = hand.train(problem.batches())
     return Trained([[w.numpy() for w in hand.model.weights]], result.iterations)
 
@@ -188,3 +188,9 @@ def by_step(problem: Problem) -> Trained:
     for batch in tmg.distribute_dataset(problem.dataset(), strategy):
         step(batch)
     return Trained(weights_of(model, strategy), int(optimizer.iterations.numpy()))
+
+
+def against_one_device(
+    train: Callable[[Problem], Trained], problem: Problem
+) -> Callable[[], Difference]:
+    return lambda: weights(train(problem), one_device(problem))

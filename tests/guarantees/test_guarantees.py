@@ -12,7 +12,7 @@ import isolated
 import keras
 import pytest
 import tensorflow as tf
-from catalogue import CASES
+from cases import CASES
 from guarantee import Case, Outcome
 from page import read
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import page
 import pytest
-from catalogue import CASES
+from cases import CASES
 from guarantee import Outcome
 from test_guarantees import hold_plain, recorded_here
 

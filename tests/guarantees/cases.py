@@ -1,9 +1,10 @@
-"""Layers, randomness, metrics."""
+"""All cases, in the order of the page: here those of layers, randomness, metrics and input."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +12,30 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from cases_losses import UNEVEN_LAST, normalized, step_is_one_device
+from cases_training import CASES as TRAINING, EVEN, UNEVEN_LAST, normalized
 from guarantee import Case, Difference
 from one_device import SEED, strategy_of
 from recipes import (
     Problem,
     X,
     Y,
+    against_one_device,
     by_fit,
     by_step,
+    compiled,
+    crossentropy,
+    divided_by,
     fresh,
     largest,
     mirrored,
-    one_device,
     rows,
-    weights,
 )
 
 import tfmultigpu as tmg
 
 Layer = functools.partial(Case, section="Layers, randomness, metrics")
-EVEN = Problem(rows(128))
+LOCAL = EVEN.replace(build=normalized(False))
+SYNCHRONIZED = UNEVEN_LAST.replace(build=normalized(True))
 
 
 # Batch normalisation ------------------------------------------------------------------------------
@@ -51,11 +55,8 @@ NORMALIZATION = [
     Layer(
         name="batchnorm",
         title="BatchNormalization as it comes: each replica has its own statistics",
-        plain=lambda: weights(
-            by_fit(EVEN.replace(build=normalized(False))),
-            one_device(EVEN.replace(build=normalized(False))),
-        ),
-        ours=lambda: told(step_is_one_device(EVEN.replace(build=normalized(False)))),
+        plain=against_one_device(by_fit, LOCAL),
+        ours=lambda: told(against_one_device(by_step, LOCAL)),
         ours_kind="warning",
         ours_says="ReplicaDependenceWarning",
         reason="statistics of a shard are another model; the warning names the layers and the "
@@ -64,11 +65,8 @@ NORMALIZATION = [
     Layer(
         name="batchnorm-synchronized-uneven",
         title="BatchNormalization with `synchronized=True`, a last batch of 3 rows",
-        plain=lambda: weights(
-            by_fit(UNEVEN_LAST.replace(build=normalized(True))),
-            one_device(UNEVEN_LAST.replace(build=normalized(True))),
-        ),
-        ours=step_is_one_device(UNEVEN_LAST.replace(build=normalized(True))),
+        plain=against_one_device(by_fit, SYNCHRONIZED),
+        ours=against_one_device(by_step, SYNCHRONIZED),
     ),
 ]
 
@@ -181,16 +179,15 @@ def stateful() -> Any:
     )
 
 
-def stateful_problem() -> Problem:
-    return Problem((X[:64, :, None], Y[:64]), 32, build=stateful)
+STATEFUL = Problem((X[:64, :, None], Y[:64]), 32, build=stateful)
 
 
 METRICS = [
     Layer(
         name="metric-maximum",
         title="A metric of your own whose state is a maximum",
-        plain=lambda: metric_in_a_loop(LargestLabel, Problem(rows(128))),
-        ours=lambda: told(lambda: metric_in_a_step(LargestLabel, Problem(rows(128)))),
+        plain=lambda: metric_in_a_loop(LargestLabel, EVEN),
+        ours=lambda: told(lambda: metric_in_a_step(LargestLabel, EVEN)),
         ours_kind="warning",
         ours_says="ReplicaDependenceWarning",
         reason="what is not a sum cannot be added over replicas; the warning of the first step "
@@ -199,8 +196,8 @@ METRICS = [
     Layer(
         name="stateful-rnn",
         title="A `stateful` recurrent layer",
-        plain=lambda: weights(by_fit(stateful_problem()), one_device(stateful_problem())),
-        ours=lambda: weights(by_step(stateful_problem()), one_device(stateful_problem())),
+        plain=against_one_device(by_fit, STATEFUL),
+        ours=against_one_device(by_step, STATEFUL),
         ours_kind="error",
         ours_says="ScopeError: A stateful layer",
         plain_says="the batch size of the input sequences",
@@ -208,4 +205,81 @@ METRICS = [
     ),
 ]
 
-CASES = [*NORMALIZATION, *RANDOMNESS, *METRICS]
+# Where data ends ----------------------------------------------------------------------------------
+
+
+TWELVE = Problem(rows(192), 16)
+
+
+def endless_fit() -> Difference:
+    model = compiled(EVEN, mirrored(2))
+    model.fit(EVEN.dataset().repeat(), epochs=2, verbose=0)
+    return Difference(0.0)
+
+
+def endless_evaluate() -> Difference:
+    model = compiled(EVEN, strategy_of(2))
+    tmg.evaluate(model, EVEN.dataset().repeat())
+    return Difference(0.0)
+
+
+def counted_beyond_the_end() -> Difference:
+    strategy = mirrored(2)
+    with strategy.scope():
+        model, optimizer = fresh(TWELVE)
+        optimizer.build(model.trainable_variables)
+
+    def train_step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = divided_by(16)(model, y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    @tf.function
+    def five(iterator: Any) -> None:
+        for _ in tf.range(5):
+            strategy.run(train_step, args=next(iterator))
+
+    iterator = iter(strategy.experimental_distribute_dataset(TWELVE.dataset()))
+    try:
+        for _ in itertools.count():
+            five(iterator)
+    except tf.errors.OutOfRangeError:
+        pass
+    return Difference(int(optimizer.iterations.numpy()) - 12, "steps counted that never ran")
+
+
+def counted_by_run() -> Difference:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, optimizer = fresh(TWELVE)
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+    iterator = iter(tmg.distribute_dataset(TWELVE.dataset(), strategy))
+    while int(step.run(iterator, 5)["steps"]):
+        pass
+    return Difference(int(optimizer.iterations.numpy()) - 12, "steps counted that never ran")
+
+
+ENDS = [
+    Case(
+        section="Input",
+        name="endless",
+        title="`.repeat()` without a number of steps (`fit`; `tfmultigpu.evaluate`)",
+        plain=endless_fit,
+        ours=endless_evaluate,
+        ours_kind="error",
+        ours_says="DataError",
+        reason="how far to read cannot be guessed",
+        patience=12.0,
+    ),
+    Case(
+        section="Input",
+        name="end-inside-a-function",
+        title="Five steps in one `tf.function`, where the data ends after twelve: "
+        "`optimizer.iterations`",
+        plain=counted_beyond_the_end,
+        ours=counted_by_run,
+    ),
+]
+
+CASES: list[Case] = [*TRAINING, *NORMALIZATION, *RANDOMNESS, *METRICS, *ENDS]
