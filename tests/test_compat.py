@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from law.processes import pool
 from one_device import ByHand, Replicated, cut, difference, strategy_of
 
 from tfmultigpu import _compat
@@ -139,21 +137,6 @@ def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
     assert "_all_reduce_sum_gradients" not in vars(optimizer)
 
 
-def test_an_error_inside_gives_the_optimizer_back_as_it_was():
-    optimizer = keras.optimizers.SGD(1.0)
-
-    def fail():
-        with setting(optimizer, **_compat.keeping_sums()):
-            with setting(optimizer, **_compat.keeping_sums()):
-                assert "_all_reduce_sum_gradients" in vars(optimizer)
-            assert "_all_reduce_sum_gradients" in vars(optimizer)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert "_all_reduce_sum_gradients" not in vars(optimizer)
-
-
 def test_an_optimizer_clips_by_what_is_set_on_it_and_knows_its_strategy():
     strategy = strategy_of(2)
     with strategy.scope():
@@ -162,63 +145,6 @@ def test_an_optimizer_clips_by_what_is_set_on_it_and_knows_its_strategy():
     np.testing.assert_allclose(gradients, [[0.6], [0.8]], rtol=1e-6)
     assert _compat.strategy_of_optimizer(optimizer) is strategy
     assert _compat.strategy_of_optimizer(keras.optimizers.SGD()) is tf.distribute.get_strategy()
-
-
-# Losses that layers add ---------------------------------------------------------------------------
-
-
-@contextmanager
-def recording():
-    """Records what layers add on this thread."""
-    recorded = []
-
-    def add(original, layer, losses):
-        recorded.append((layer, losses))
-        return original(layer, losses)
-
-    with patching(keras.layers.Layer, "add_loss", add):
-        yield recorded
-
-
-def test_what_layers_add_is_recorded_until_the_context_ends():
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(2, activity_regularizer="l2", kernel_regularizer="l1")(inputs)
-    model = keras.Model(inputs, hidden)
-    before = keras.layers.Layer.add_loss
-    with recording() as outer:
-        with pytest.raises(ZeroDivisionError), recording() as recorded:
-            raise ZeroDivisionError(model(X))
-        model(X)
-    assert [layer for layer, _ in recorded] == [model.layers[1]], "weights are not recorded"
-    assert len(outer) == 2
-    assert keras.layers.Layer.add_loss is before
-
-
-def test_each_replica_records_its_own():
-    class Penalty(keras.layers.Layer):
-        def call(self, inputs):
-            replica = tf.distribute.get_replica_context()
-            self.add_loss(tf.reduce_sum(inputs))
-            replica.all_reduce("SUM", tf.zeros([]))  # the replicas take turns here
-            self.add_loss(tf.reduce_sum(inputs) * 10.0)
-            return inputs
-
-        def compute_output_spec(self, inputs):
-            return inputs
-
-    strategy = strategy_of(3)
-    with strategy.scope():
-        layer = Penalty()
-
-    def replica():
-        index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with recording() as recorded:
-            layer(tf.fill([1], tf.cast(index, tf.float32)))
-        return tf.stack([value for _, value in recorded])
-
-    found = tf.function(lambda: strategy.run(replica))()
-    values = [value.numpy().tolist() for value in strategy.experimental_local_results(found)]
-    assert values == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
 
 
 # Random draws -------------------------------------------------------------------------------------
@@ -380,34 +306,29 @@ def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
 # Collectives that wait for a worker ---------------------------------------------------------------
 
 
+def add_and_abort() -> list[object]:
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    (add,) = _compat.additions_over_workers(strategy)
+    packs = [[tf.ones([2]), tf.constant(3.0)], [tf.constant([4.0])]]
+    sums = [total.numpy().tolist() for total in tf.function(add)(packs)]
+    (again,) = _compat.additions_over_workers(strategy)
+    (all_replicas,) = strategy.extended._cross_device_ops._launchers
+    assert again.__self__._group_key == add.__self__._group_key
+    assert again.__self__ is not all_replicas
+    assert again.__self__._ordering_token is all_replicas._ordering_token
+    workers_private.abort_collectives("no more")
+    options = {"merge_op": "Add", "final_op": "Id", "subdiv_offsets": [0]}
+    keys = {"group_size": 2, "group_key": 1, "instance_key": 1}
+    with pytest.raises(tf.errors.UnavailableError, match="no more"):
+        tf.function(lambda: tf.raw_ops.CollectiveReduce(input=1.0, **keys, **options))()
+    return sums
+
+
 def test_collectives_have_groups_of_their_own_and_can_be_ended():
     """In a process of its own, of one worker: it has none afterwards."""
-    program = (
-        "import tensorflow as tf; from tfmultigpu import _compat\n"
-        "from tfmultigpu.addons.workers import _private\n"
-        "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
-        "(add,) = _compat.additions_over_workers(strategy)\n"
-        "packs = [[tf.ones([2]), tf.constant(3.0)], [tf.constant([4.0])]]\n"
-        "print(*[one.numpy().tolist() for one in tf.function(add)(packs)])\n"
-        "(again,) = _compat.additions_over_workers(strategy)\n"
-        "(all_replicas,) = strategy.extended._cross_device_ops._launchers\n"
-        "assert again.__self__._group_key == add.__self__._group_key\n"
-        "assert again.__self__ is not all_replicas\n"
-        "assert again.__self__._ordering_token is all_replicas._ordering_token\n"
-        "_private.abort_collectives('no more')\n"
-        "reduce = tf.function(lambda: tf.raw_ops.CollectiveReduce(input=1.0, group_size=2, "
-        "group_key=1, instance_key=1, merge_op='Add', final_op='Id', subdiv_offsets=[0]))\n"
-        "try: reduce()\n"
-        "except tf.errors.UnavailableError as error: print(error.message)"
-    )
-    command = [sys.executable, "-c", program]
-    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=environment, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "[1.0, 1.0] 3.0 [4.0]\n" in ended.stdout
-    assert "no more" in ended.stdout
+    worker = pool().start()
+    assert worker.call(add_and_abort) == [[1.0, 1.0], 3.0, [4.0]]
+    worker.end()
 
 
 # Variables on one device of several ---------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 import tfmultigpu as tmg
 
@@ -50,20 +52,11 @@ class Case:
 
 def cut(*arrays: Any, sizes: Iterable[int] = SIZES) -> list[Any]:
     """Batches ``(x, y, ...)`` of these sizes; each array, or dict or tuple of arrays, is cut."""
-    batches, start = [], 0
-    for size in sizes:
-        batches.append(tuple(_rows(array, start, start + size) for array in arrays))
-        start += size
-    return batches
-
-
-def _rows(arrays: Any, start: int, stop: int) -> Any:
-    if isinstance(arrays, dict):
-        return {name: _rows(array, start, stop) for name, array in arrays.items()}
-    if isinstance(arrays, tuple):
-        return tuple(_rows(array, start, stop) for array in arrays)
-    assert stop <= arrays.shape[0], f"only {arrays.shape[0]} rows for batches of {stop}"
-    return arrays[start:stop]
+    stops = np.cumsum([0, *sizes])
+    return [
+        tf.nest.map_structure(lambda array, a=a, b=b: array[a:b], arrays)
+        for a, b in itertools.pairwise(stops)
+    ]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -14,7 +14,6 @@ from pathlib import Path
 from mutations import MUTATIONS, ROOT, Mutation
 
 PAGE = ROOT / "docs" / "mutations.md"
-PLAIN = Path(__file__).with_name("plain")
 UNCHANGED = "nothing"
 # By what a test must fail: an assertion, a warning or error with which the library itself says that
 # something is wrong, or what a test says of an error that did not come. A mutation that cannot be
@@ -35,14 +34,6 @@ the README's command runs.
 | what is done wrong | promises that catch it |
 |---|---|
 """
-
-
-def outcomes_on_plain_keras() -> dict[str, list[str]]:
-    """Returns how all promises end if plain Keras and TensorFlow stand in for the library."""
-    files = sorted((ROOT / "tests" / "promises").glob("test_*.py"))
-    jobs = [(path.name, str(PLAIN), [f"promises/{path.name}"]) for path in files]
-    by_file = _run(jobs)
-    return {test: end for ends in by_file.values() for test, end in ends.items()}
 
 
 def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, list[str]]]:

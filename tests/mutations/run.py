@@ -1,21 +1,18 @@
 """Breaks each clause of the law in turn and shows which tests catch it.
 
 ``python tests/mutations/run.py [WORDS]`` tries the mutations whose names contain the words, all of
-them without; ``--write`` also writes docs/mutations.md if all are caught. ``--plain`` lists the
-promises that plain Keras under MirroredStrategy keeps as well, which prove nothing of this library.
+them without; ``--write`` also writes docs/mutations.md if all are caught.
 """
 
 from __future__ import annotations
 
 import sys
 
-from mutating import PAGE, UNCHANGED, outcomes, outcomes_on_plain_keras, page, survived
+from mutating import PAGE, UNCHANGED, outcomes, page, survived
 from mutations import MUTATIONS
 
 
 def main(arguments: list[str]) -> int:
-    if "--plain" in arguments:
-        return promises_of_plain_keras()
     words = " ".join(argument for argument in arguments if argument != "--write")
     chosen = [mutation for mutation in MUTATIONS if words in mutation.name]
     found = outcomes(chosen)
@@ -36,16 +33,6 @@ def main(arguments: list[str]) -> int:
         PAGE.write_text(page())
         print(f"written: {PAGE}")
     return alive
-
-
-def promises_of_plain_keras() -> int:
-    """Prints how each promise ends without this library; the passed ones last."""
-    ends = outcomes_on_plain_keras()
-    for test, (outcome, kinds, line) in sorted(ends.items(), key=lambda end: end[1][0]):
-        print(f"{outcome}: {test}  {kinds.partition(' ')[0]} {line[:100]}")
-    passed = sum(end[0] == "passed" for end in ends.values())
-    print(f"{passed} of {len(ends)} promises are kept by plain Keras")
-    return 0
 
 
 if __name__ == "__main__":

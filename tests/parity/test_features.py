@@ -104,21 +104,6 @@ def test_switching_between_kinds_of_batches():
 # Variables ----------------------------------------------------------------------------------------
 
 
-def test_an_unbuilt_subclassed_model_with_a_dict_of_inputs():
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first = keras.layers.Dense(8, activation="tanh")
-            self.second = keras.layers.Dense(4)
-
-        def call(self, inputs, training=False):
-            return self.second(self.first(inputs["x"]) * inputs["z"][:, :1])
-
-    batches = [({"x": x, "z": z}, y) for x, z, y in cut((X, Z, Y), SIZES)]
-    expected = ByHand(Model, sgd, crossentropy()).train(batches)
-    assert_same(Replicated(3, Model, sgd, crossentropy()).train(batches), expected)
-
-
 def test_layers_of_different_precision():
     def build():
         return keras.Sequential(
