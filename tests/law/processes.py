@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import json
 import os
 import pickle
@@ -27,8 +28,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
-
-import tfmultigpu
 
 SECONDS = 120.0  # A limit for what hangs, far above what anything takes.
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -129,7 +128,10 @@ class Pool:
         self.codes: dict[int, int] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
         self._listener = Listener(str(self.folder / "socket"))
-        package = str(Path(tfmultigpu.__file__).parents[1])
+        self._starting = threading.Lock()
+        library = importlib.util.find_spec("tfmultigpu")
+        assert library is not None
+        package = str(Path(str(library.origin)).parents[1])
         paths = [package, *(path for path in sys.path if path and path != package)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         for name in ("TF_CONFIG", "PYTEST_XDIST_WORKER"):
@@ -150,8 +152,9 @@ class Pool:
         log = self.folder / f"{time.monotonic_ns()}.log"
         log.touch()
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps([str(log), environment]) + "\n")
-        connection = self._listener.accept()
+        with self._starting:
+            self._server.stdin.write(json.dumps([str(log), environment]) + "\n")
+            connection = self._listener.accept()
         return Worker(self, pickle.loads(connection.recv_bytes()), connection, log)
 
     def cluster(self, workers: int = 2, **environment: str) -> list[Worker]:

@@ -186,11 +186,4 @@ LOOPS = (
         'numbered(f"{prefix}model", model.weights)\n',
         "test_resume.py::test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
     ),
-    broken(
-        "gathered rows have no gradient on other replicas",
-        "steps/rows.py",
-        "padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)",
-        "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n    padded = tf.pad(tf.stop_gradient(padded), paddings)",
-        "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
-    ),
 )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import forking
+from law.processes import WorkerRaised, pool
 from mutations import MUTATIONS, ROOT, Mutation
 
 PAGE = ROOT / "docs" / "mutations.md"
 UNCHANGED = "nothing"
+LIMIT = 400.0  # Seconds for the tests of one mutation.
 # By what a test must fail: an assertion, a warning or error with which the library itself says that
 # something is wrong, or what a test says of an error that did not come. A mutation that cannot be
 # imported or run proves nothing.
@@ -36,39 +40,35 @@ the README's command runs.
 """
 
 
-def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, list[str]]]:
+def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, forking.Ends]:
     """Returns how the tests of each mutation ended, and those of all of them without any."""
     with tempfile.TemporaryDirectory() as folder:
         every = sorted({test for mutation in mutations for test in mutation.tests})
         unchanged = _copy(Path(folder) / "unchanged")
         half = len(every) // 2  # One half for each core.
-        halves = [part for part in (every[:half], every[half:]) if part]
-        jobs = [(UNCHANGED, unchanged, part) for part in halves]
+        jobs = [(UNCHANGED, unchanged, part) for part in (every[:half], every[half:]) if part]
         for number, mutation in enumerate(mutations):
             copy = _copy(Path(folder) / str(number))
             mutation.apply(Path(copy) / "tfmultigpu")
             jobs.append((mutation.name, copy, list(mutation.tests)))
-        return _run(jobs)
+        with ThreadPoolExecutor(2) as threads:
+            ends = list(threads.map(lambda job: _run(*job[1:]), jobs))
+    found: dict[str, forking.Ends] = {}
+    for (name, *_), ended in zip(jobs, ends, strict=True):
+        found.setdefault(name, {}).update(ended)
+    return found
 
 
-def _run(jobs: Sequence[tuple[str, str, list[str]]]) -> dict[str, dict[str, list[str]]]:
-    """Runs tests on copies of the package, in forks; returns how each ended, by job."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "outcomes"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        forking = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("forking.py")), str(output)],
-            input=json.dumps(jobs),
-            cwd=ROOT,
-            env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
-            capture_output=True,
-            text=True,
-            timeout=3600,
-            check=False,
-        )
-        said = f"It ended with {forking.returncode}: {forking.stderr[-4000:]}"
-        assert forking.returncode == 0, said
-        return dict(json.loads(output.read_text()))
+def _run(package: str, tests: list[str]) -> forking.Ends:
+    """Returns how tests of a copy end; of ``pytest`` itself if its process does not."""
+    worker = pool().start()
+    worker.begin(forking.run, package, tests)
+    try:
+        return worker.result(LIMIT)
+    except (AssertionError, WorkerRaised) as error:
+        return {"pytest": ["failed", "", f"the process ended: {str(error)[-2000:]}"]}
+    finally:
+        worker.send_signal(signal.SIGKILL)
 
 
 def survived(mutation: Mutation, found: dict[str, dict[str, list[str]]]) -> str:

@@ -20,13 +20,6 @@ CHAIN = "test_chain.py::test_each_batch_trains_the_steps_in_turn"
 STEPS = (
     # test_weights ---------------------------------------------------------------------------------
     broken(
-        "hidden tokens count as elements",
-        "accumulation/loss_sum.py",
-        "LossTerm(total, tf.math.divide_no_nan(valid, tf.cast(tf.size(mask), total.dtype)))",
-        "LossTerm(total, elements)",
-        f"{W}[N=2, sum_over_batch_size]",
-    ),
-    broken(
         "the weight of hidden tokens counts",
         "accumulation/loss_sum.py",
         "functools.reduce(operator.mul, parts)",
@@ -40,13 +33,6 @@ STEPS = (
         "tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for",
         "tf.cast(rows, weight.dtype) / weight for",
         f"{ZERO}[N=3, mean_with_sample_weight]",
-    ),
-    broken(
-        "a row of a small batch counts once for each copy",
-        "steps/objective.py",
-        "return stats if row_weight is None else stats * tf.cast(row_weight, dtype)",
-        "return stats",
-        f"{W}[N=3, sum]",
     ),
     broken(
         "global_mean is a mean of means",
@@ -205,14 +191,6 @@ STEPS = (
         f"{FAILS}[N=3, micro-batches, shard_update]",
     ),
     # test_run -------------------------------------------------------------------------------------
-    broken(
-        "the loss of several steps is a mean of means",
-        "steps/tally.py",
-        "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
-        "means = [mean / rows for mean in self._by_term(values)[2]]",
-        f"{RUN}[N=2]",
-        f"{RUN}[N=3]",
-    ),
     broken(
         "the end of the data is counted as a step",
         "steps/program.py",
