@@ -63,38 +63,37 @@ def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert "an infinite gradient on the last replica was applied" in error
 
 
-def test_sharded_weights_are_judged_by_what_each_part_holds() -> None:
-    memory.judge_sharded([750, 250], (12 * GIB, 4 * GIB), 1000)
-    with pytest.raises(AssertionError, match="bytes for weights of"):
-        memory.judge_sharded([1000, 1000], (12 * GIB, 4 * GIB), 1000)  # Mirrored.
-    with pytest.raises(AssertionError, match="bytes on part 0"):
-        memory.judge_sharded([500, 500], (12 * GIB, 4 * GIB), 1000)
+PARTS = (12 * GIB, 4 * GIB)
+PEAKS = {"1, few": 100, "1, many": 900, "8, few": 100, "8, many": 220}
+JUDGED: list[tuple[Any, tuple[Any, ...], str]] = [
+    (memory.judge_sharded, ([750, 250], PARTS, 1000), ""),
+    (memory.judge_sharded, ([1000, 1000], PARTS, 1000), "bytes for weights of"),  # Mirrored.
+    (memory.judge_sharded, ([500, 500], PARTS, 1000), "bytes on part 0"),
+    (memory.judge_growth, (GIB, 2 * GIB, 6 * GIB, 4 * GIB), ""),
+    (memory.judge_growth, (GIB, 2 * GIB, 10 * GIB, 4 * GIB), ""),  # Regions double.
+    # TensorFlow without growth; the wrong GPU was asked.
+    (memory.judge_growth, (0, 120 * GIB, 120 * GIB, 4 * GIB), "bytes taken at the start"),
+    (memory.judge_growth, (GIB, 2 * GIB, 2 * GIB, 4 * GIB), "bytes more for a tensor"),
+    (memory.judge_limit, (GIB, 6 * GIB, 6 * GIB, 4 * GIB, True), ""),
+    (memory.judge_limit, (GIB, 6 * GIB, 6 * GIB, 4 * GIB, False), "larger than the limit of"),
+    (memory.judge_limit, (GIB, 6 * GIB, 13 * GIB, 4 * GIB, True), "bytes taken, the limit is"),
+    (memory.judge_limit, (GIB, GIB, GIB, 4 * GIB, True), "bytes taken for half of"),
+    (memory.judge_micro_batches, (PEAKS,), ""),
+    (
+        memory.judge_micro_batches,
+        (PEAKS | {"8, many": 900},),
+        r"1\.00 of the activations with 8 micro-batches",
+    ),
+]
 
 
-def test_growth_is_judged_by_what_the_driver_says() -> None:
-    memory.judge_growth(GIB, 2 * GIB, 6 * GIB, 4 * GIB)
-    memory.judge_growth(GIB, 2 * GIB, 10 * GIB, 4 * GIB)  # regions double
-    with pytest.raises(AssertionError, match="bytes taken at the start"):
-        memory.judge_growth(0, 120 * GIB, 120 * GIB, 4 * GIB)  # TensorFlow without growth
-    with pytest.raises(AssertionError, match="bytes more for a tensor"):
-        memory.judge_growth(GIB, 2 * GIB, 2 * GIB, 4 * GIB)  # the wrong GPU was asked
-
-
-def test_a_limit_is_judged_by_what_the_driver_says() -> None:
-    memory.judge_limit(GIB, 6 * GIB, 6 * GIB, 4 * GIB, refused=True)
-    with pytest.raises(AssertionError, match="larger than the limit of"):
-        memory.judge_limit(GIB, 6 * GIB, 6 * GIB, 4 * GIB, refused=False)
-    with pytest.raises(AssertionError, match="bytes taken, the limit is"):
-        memory.judge_limit(GIB, 6 * GIB, 13 * GIB, 4 * GIB, refused=True)
-    with pytest.raises(AssertionError, match="bytes taken for half of"):
-        memory.judge_limit(GIB, GIB, GIB, 4 * GIB, refused=True)
-
-
-def test_micro_batches_are_judged_by_the_activations() -> None:
-    peaks = {"1, few": 100, "1, many": 900, "8, few": 100, "8, many": 220}
-    assert memory.judge_micro_batches(peaks) == 120 / 800
-    with pytest.raises(AssertionError, match=r"1\.00 of the activations with 8 micro-batches"):
-        memory.judge_micro_batches(peaks | {"8, many": 900})
+@pytest.mark.parametrize(("judge", "numbers", "wrong"), JUDGED)
+def test_numbers_are_judged_by_what_the_driver_says(judge: Any, numbers: Any, wrong: str) -> None:
+    if not wrong:
+        judge(*numbers)
+        return
+    with pytest.raises(AssertionError, match=wrong):
+        judge(*numbers)
 
 
 def test_what_needs_a_gpu_is_not_run_and_says_so() -> None:

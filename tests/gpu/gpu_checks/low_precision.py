@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 
-import tfmultigpu as tmg
 from gpu_checks.place import Place
 from gpu_checks.replicas import with_tf32
-from gpu_checks.trainings import batches, classifier, loss
+from gpu_checks.trainings import batches, step_on
 
 FLOAT16, BFLOAT16 = 2e-2, 6e-2  # Ten bits, or seven, of a product: of losses, not weights.
 
 
 def float16_dynamic(place: Place) -> dict[str, Any]:
     """An overflow on the last replica alone skips the step on all and halves the scale."""
-    step = _step(place, "mixed_float16", loss_scale="dynamic")
+    step = step_on(place.strategy(), {"loss_scale": "dynamic"}, dtype="mixed_float16")
     weighted = [(x, y, np.ones(len(x), "float32")) for x, y in batches(24, 24, 17, 24)]
     first_batch, *others = weighted
     first = step(first_batch)
@@ -44,24 +42,15 @@ def float16_dynamic(place: Place) -> dict[str, Any]:
 
 def bfloat16(place: Place) -> dict[str, Any]:
     """The losses of bfloat16 are those of float32 within its seven bits."""
-    step = _step(place, "mixed_bfloat16")
+    step = step_on(place.strategy(), dtype="mixed_bfloat16")
     losses = [float(step(batch)["loss"]) for batch in batches(24, 24, 17, 24)]
     return _close(place, losses, BFLOAT16)
 
 
 def _close(place: Place, losses: list[float], allowed: float) -> dict[str, Any]:
     with_tf32(False)
-    full = _step(place, "float32")
+    full = step_on(place.strategy())
     expected = [float(full(batch)["loss"]) for batch in batches(24, 24, 17, 24)]
     off = float(np.max(np.abs(np.array(losses) / np.array(expected) - 1)))
     assert off <= allowed, f"losses {losses} are off float32's {expected} by {off:.3f} of them"
     return {"losses_off": off, "allowed": allowed}
-
-
-def _step(place: Place, dtype: str, **options: Any) -> Any:
-    strategy = place.strategy()
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = classifier(dtype=dtype)
-        optimizer = keras.optimizers.SGD(0.05)
-    return tmg.make_train_step(model, optimizer, loss(), strategy, **options)

@@ -7,6 +7,7 @@ ten bits of each factor (a relative error of 5e-4 each), and another algorithm r
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from gpu_checks.place import Place
-from gpu_checks.trainings import apart, batches, trained_on, training
+from gpu_checks.trainings import apart, batches, on_device, step_on, training
 
 EXACT, TF32 = 1e-5, 5e-3
 
@@ -71,11 +72,11 @@ def gpu_against_cpu(place: Place) -> dict[str, Any]:
     for tf32, allowed, rows in ((False, EXACT, 24), (True, TF32, 23)):
         with_tf32(tf32)
         data = batches(rows, rows, 17 - tf32, rows, 5 + tf32)
-        cpu, gpu = trained_on("CPU:0", data), trained_on(place.devices[-1], data)
-        off = np.array(gpu["losses"]) - np.array(cpu["losses"])
+        cpu, gpu = (step_on(on_device(name)) for name in ("CPU:0", place.devices[-1]))
+        off = [float(gpu(batch)["loss"]) - float(cpu(batch)["loss"]) for batch in data]
         facts[f"tf32={tf32}"] = {
             "allowed": allowed,
-            "weights": apart(gpu["model"], cpu["model"]),
+            "weights": apart(gpu.model, cpu.model),
             "losses": float(np.max(np.abs(off))),
         }
         if place.rehearsal:
@@ -111,22 +112,24 @@ def checkpoints_cross_over(place: Place) -> dict[str, Any]:
     with_tf32(False)
     data = batches(24, 17, 24)
     first, *rest = data
-    straight = trained_on("CPU:0", data)
+    straight = step_on(on_device("CPU:0"))
+    for batch in data:
+        straight(batch)
     facts = {}
-    for begin, end in ((place.devices, ("CPU:0",)), (("CPU:0",), place.devices)):
+    sides = place.strategy, functools.partial(on_device, "CPU:0")
+    for name, begin, end in (("GPU to CPU", *sides), ("CPU to GPU", *sides[::-1])):
         directory = tempfile.mkdtemp()
-        step = _step_on(place, begin)
+        step = step_on(begin())
         step(first)
         tmg.Checkpoints(directory, train_step=step).save()
-        other = _step_on(place, end)
+        other = step_on(end())
         restored = tmg.Checkpoints(directory, train_step=other).restore()
         assert restored == 1, f"restored step {restored}, saved was step 1"
         assert apart(step.model, other.model) == 0.0, "the model that was read is not the one saved"
         assert apart(step.optimizer, other.optimizer) == 0.0, "the optimizer's state differs"
         for batch in rest:
             other(batch)
-        name = f"{' + '.join(begin)} to {' + '.join(end)}"
-        facts[name] = difference = apart(other.model, straight["model"])
+        facts[name] = difference = apart(other.model, straight.model)
         assert difference <= EXACT, f"{name}: off an uninterrupted run by {difference:.1e}"
     return facts
 
@@ -149,15 +152,3 @@ def _hold(
         **options,
     )
     return {"allowed": tolerance, "largest": float(largest.amount), "of": str(largest)}
-
-
-def _step_on(place: Place, devices: tuple[str, ...]) -> Any:
-    strategy = (
-        place.strategy()
-        if devices == place.devices
-        else tf.distribute.OneDeviceStrategy(f"/device:{devices[0]}")
-    )
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        one = training()
-    return tmg.make_train_step(one.model, one.optimizer, one.loss, strategy)
