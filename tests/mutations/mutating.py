@@ -93,7 +93,8 @@ def page(mutations: Sequence[Mutation] = MUTATIONS) -> str:
     rows = []
     for mutation in mutations:
         tests = "<br>".join(f"`{_readable(test)}`" for test in mutation.tests)
-        rows.append(f"| {mutation.name} (`{mutation.file}`) | {tests} |\n")
+        files = ", ".join(f"`{file}`" for file in mutation.changed())
+        rows.append(f"| {mutation.name} ({files}) | {tests} |\n")
     return HEAD + "".join(rows)
 
 

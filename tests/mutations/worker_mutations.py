@@ -9,28 +9,24 @@ WORKERS = "test_workers.py"
 PROCESSES = (
     broken(
         "limits set on the optimizer are lost where workers add by collectives",
-        "accumulation/replicated.py",
         'hidden = ["loss_scale_factor"]',
         'several = "Collective" in type(self.strategy).__name__\n        hidden = ["loss_scale_factor"] + ["clipnorm", "global_clipnorm"] * several',
         f"{WORKERS}::test_clipping_set_on_the_optimizer_and_shares",
     ),
     broken(
         "a lost worker is an error of TensorFlow, which names none or another one",
-        "addons/workers/lost.py",
         "            raise explained from error",
         "            raise",
         f"{WORKERS}::test_a_killed_worker_is_named_to_the_other",
     ),
     broken(
         "each worker counts the rows of a batch from its own first one",
-        "data/preprocessing.py",
         "places = tf.range(first_row + start, first_row + stop)",
         "places = tf.range(first_row, first_row + stop - start)",
         f"{WORKERS}::test_each_worker_preprocesses_its_own_rows",
     ),
     broken(
         "each worker reads all rows of a batch",
-        "data/preprocessing.py",
         "start, stop = own_range(partition.shard_offsets(rows, shares), local)",
         "start, stop = tf.zeros_like(rows), rows",
         f"{WORKERS}::test_each_worker_preprocesses_its_own_rows",
