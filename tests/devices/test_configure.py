@@ -29,8 +29,6 @@ import os
 import pytest
 import tensorflow as tf
 from tfmultigpu.devices import *
-from tfmultigpu.devices.configure import devices_started
-from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import *
 
 GIB = 1024**3
@@ -83,30 +81,6 @@ def run(tmp_path: Path) -> Run:
         run_program(program, **environment)
 
     return call
-
-
-def test_listing_starts_nothing_and_splitting_works_after_it(run: Run) -> None:
-    run(
-        """
-        assert names(list_devices()) == list_logical_devices() == ("CPU:0",)
-        assert enable_memory_growth() == ()          # no GPU: nothing to do
-        assert split_device("/physical_device:CPU:0", parts=2) == ("CPU:0", "CPU:1")
-        assert split_device("CPU:0", parts=1) == ("CPU:0",)       # the last split holds
-        assert split_device("cpu:0", parts=3) == ("CPU:0", "CPU:1", "CPU:2")
-        threads = tf.config.threading.get_inter_op_parallelism_threads()
-        list_devices(), logical_to_physical(), devices_started()  # nothing is started by these
-        assert tf.config.threading.get_inter_op_parallelism_threads() == threads
-        assert not devices_started()
-        strategy = tf.distribute.MirroredStrategy(list_logical_devices())
-        assert strategy.num_replicas_in_sync == 3 and devices_started()
-        real = [parse_device_name(one.name) for one in tf.config.list_logical_devices()]
-        assert tuple(real) == list_logical_devices()
-        assert split_device("CPU:0", parts=3) == list_logical_devices()   # it is so already
-        late = ["parts=2, memory=None) came after", "nothing was changed", "Move this line up"]
-        refused(DevicesInitializedError, late, lambda: split_device("CPU:0", parts=2))
-        assert list_logical_devices() == ("CPU:0", "CPU:1", "CPU:2")
-        """
-    )
 
 
 def test_what_the_error_names_does_start_the_devices(run: Run) -> None:

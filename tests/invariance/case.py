@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
+from law import model
 
 import tfmultigpu as tmg
 
@@ -50,13 +49,9 @@ class Case:
         return tmg.testing.assert_replica_invariant(self.build, self.batches, **options)
 
 
-def cut(*arrays: Any, sizes: Iterable[int] = SIZES) -> list[Any]:
+def cut(*arrays: Any) -> list[Any]:
     """Batches ``(x, y, ...)`` of these sizes; each array, or dict or tuple of arrays, is cut."""
-    stops = np.cumsum([0, *sizes])
-    return [
-        tf.nest.map_structure(lambda array, a=a, b=b: array[a:b], arrays)
-        for a, b in itertools.pairwise(stops)
-    ]
+    return model.cut(arrays, SIZES)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -163,10 +163,16 @@ def batches_of(
     return batches
 
 
+def cut(arrays: Any, sizes: Iterable[int]) -> list[Any]:
+    """Returns batches of these sizes, one after the other, of arrays in any structure."""
+    ends = np.cumsum([0, *sizes])
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+    return [tf.nest.map_structure(lambda array, s=s: array[s], arrays) for s in parts]
+
+
 def regression(sizes: Sequence[int]) -> list[Batch]:
     """Returns batches ``(x, y)`` of 4 and 2 numbers an example, for ``small``."""
-    starts = np.cumsum([0, *sizes])
-    return [(_X[a:b], _Y[a:b]) for a, b in itertools.pairwise(starts)]
+    return cut((_X, _Y), sizes)
 
 
 def small(optimizer: Any = None, loss: Any = None, **more: Any) -> Training:

@@ -20,6 +20,13 @@ SEED = 3
 LOGS = {"rtol": 5e-7, "atol": 1e-9}  # Logs are float32.
 
 
+def assert_logs(actual: Any, expected: Any, what: object = "") -> None:
+    """Holds that logs have the names and values of others."""
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, **LOGS, err_msg=f"{what} {name}")
+
+
 @functools.cache
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
     """Returns the strategy of the first ``replicas`` virtual CPUs, one for each number."""

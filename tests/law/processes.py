@@ -182,11 +182,33 @@ class Pool:
 pool = functools.cache(Pool)
 
 
-def call_all(workers: Sequence[Worker], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function on all workers at once and returns their results."""
+def call_all(
+    workers: Sequence[Worker],
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = SECONDS,
+) -> list[Any]:
+    """Calls a function on all workers at once; returns their results once all have answered."""
     for worker in workers:
         worker.begin(function, *arguments)
-    return [worker.result() for worker in workers]
+    results: list[Any] = []
+    errors: list[Exception] = []
+    for worker in workers:
+        try:
+            results.append(worker.result(seconds))
+        except (AssertionError, WorkerRaised) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def wait_until_printed(word: str, *workers: Worker) -> None:
+    end = time.monotonic() + SECONDS
+    while not all(word in worker.printed() for worker in workers):
+        given_up = time.monotonic() > end or any(worker.code is not None for worker in workers)
+        assert not given_up, [worker.printed() for worker in workers]
+        time.sleep(0.05)
 
 
 def run_program(file: Path, **environment: str) -> str:

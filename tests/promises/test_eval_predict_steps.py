@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from law.model import FLOAT, Batch
+from law.model import FLOAT, Batch, cut
 from law.pair import LOGS, SEED, dataset_of, strategy_of
 from law.plain import plain_loss
 
@@ -30,12 +30,7 @@ SIZES = {1: (5, 1, 3), 2: (7, 1, 4, 1), 3: (8, 2, 5, 1), 8: (11, 3, 16, 7, 1)}
 
 
 def batches_of(sizes: Any) -> list[Batch]:
-    ends = np.cumsum(sizes)
-    slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return [
-        (X[s], {n: y[s] for n, y in LABELS.items()}, {n: w[s] for n, w in WEIGHTS.items()})
-        for s in slices
-    ]
+    return cut((X, LABELS, WEIGHTS), sizes)
 
 
 class Evaluated:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from law.pair import LOGS, dataset_of, strategy_of
+from law.model import cut
+from law.pair import assert_logs, dataset_of, strategy_of
 
 import tfmultigpu as tmg
 
@@ -88,13 +89,9 @@ def everything() -> tuple[Any, Any, Any]:
     return {"x": X}, {"size": SIZE, "kind": KIND}, dict(zip(("size", "kind"), WEIGHTS, strict=True))
 
 
-def cut(arrays: Any, sizes: Sequence[int]) -> Callable[[], tf.data.Dataset]:
+def data_of(arrays: Any, sizes: Sequence[int]) -> tf.data.Dataset:
     """Returns a dataset of these batches, whose length nobody knows."""
-    ends = np.cumsum(sizes)
-    batches = [
-        tf.nest.map_structure(lambda a, s=slice(end - n, end): a[s], arrays)
-        for end, n in zip(ends, sizes, strict=True)
-    ]
+    batches = cut(arrays, sizes)
     return dataset_of(lambda: batches, batches[0])
 
 
@@ -105,11 +102,9 @@ def test_evaluation_is_exact_over_all_examples(replicas: int) -> None:
     expected, _ = truth()
     assert len(expected) == 7  # The losses of two outputs, their sum and four metrics.
     for sizes in WAYS:
-        tmg.evaluate(replicated(replicas)[0], cut(everything(), (5,)))  # Must leave nothing behind.
-        logs = tmg.evaluate(replicated(replicas)[0], cut(everything(), sizes))
-        assert set(logs) == set(expected)
-        for name, value in expected.items():
-            np.testing.assert_allclose(logs[name], value, **LOGS, err_msg=f"{sizes}: {name}")
+        tmg.evaluate(replicated(replicas)[0], data_of(everything(), (5,)))  # Leaves nothing behind.
+        logs = tmg.evaluate(replicated(replicas)[0], data_of(everything(), sizes))
+        assert_logs(logs, expected, sizes)
 
 
 # Fails if a row is missing, stands twice or in another place, if copies of a small batch come
@@ -119,7 +114,7 @@ def test_predictions_are_all_rows_once_and_in_order(replicas: int) -> None:
     _, expected = truth()
     x, y = {"x": X, "row": ROW}, everything()[1]
     for sizes, arrays in zip(WAYS, ((x,), (x, y), (x,)), strict=True):
-        outputs = tmg.predict(replicated(replicas)[1], cut(arrays, sizes))
+        outputs = tmg.predict(replicated(replicas)[1], data_of(arrays, sizes))
         assert set(outputs) == {"size", "kind", "number"}
         np.testing.assert_array_equal(outputs["number"], np.arange(ROWS))
         assert outputs["number"].dtype == np.int32
@@ -139,24 +134,20 @@ def test_arrays_steps_and_shares(replicas: int, shares: Any) -> None:
     outputs = [tmg.predict(predictor, rows, batch_size=7)]
     for sizes in WAYS[:2]:
         strategy = strategy_of(replicas)
-        data = tmg.distribute_dataset(cut(everything(), sizes), strategy, shares=shares)
+        data = tmg.distribute_dataset(data_of(everything(), sizes), strategy, shares=shares)
         logs.append(tmg.evaluate(model, data))
-        data = tmg.distribute_dataset(cut((rows,), sizes), strategy, shares=shares)
+        data = tmg.distribute_dataset(data_of((rows,), sizes), strategy, shares=shares)
         outputs.append(tmg.predict(predictor, data))
     for found in logs:
-        assert set(found) == set(expected)
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, **LOGS, err_msg=name)
+        assert_logs(found, expected)
     for found in outputs:
         np.testing.assert_array_equal(found["number"], np.arange(ROWS))
         np.testing.assert_allclose(found["size"], predicted["size"], rtol=1e-7)
     first = tmg.predict(predictor, rows, batch_size=7, steps=2)["number"]
     np.testing.assert_array_equal(first, np.arange(14))
     part = tf.nest.map_structure(lambda one: one[:14], everything())
-    both = [tmg.evaluate(model, everything(), batch_size=7, steps=2), tmg.evaluate(model, part)]
-    assert both[0].keys() == both[1].keys()
-    for name, value in both[0].items():
-        np.testing.assert_allclose(both[1][name], value, **LOGS, err_msg=name)
+    two_steps = tmg.evaluate(model, everything(), batch_size=7, steps=2)
+    assert_logs(tmg.evaluate(model, part), two_steps)
 
 
 # Fails if a penalty of frozen weights counts, which Keras leaves out, or if the losses of an
@@ -178,7 +169,4 @@ def test_what_is_frozen_or_compiled_anew_counts_as_in_keras() -> None:
         expected = plain.evaluate(
             x, y, sample_weight=weights, batch_size=ROWS, return_dict=True, verbose=0
         )
-        logs = tmg.evaluate(ours, everything(), batch_size=7)
-        assert set(logs) == set(expected)
-        for name, value in expected.items():
-            np.testing.assert_allclose(logs[name], value, **LOGS, err_msg=name)
+        assert_logs(tmg.evaluate(ours, everything(), batch_size=7), expected)

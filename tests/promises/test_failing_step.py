@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from law.model import FLOAT, Batch, Training
+from law.model import FLOAT, Batch, Training, cut
 from law.pair import LOGS, Pair
 
 import tfmultigpu as tmg
@@ -86,11 +86,7 @@ def training(norm: bool) -> Training:
 
 
 def batches_of(sizes: Any) -> list[Batch]:
-    ends = np.cumsum(sizes)
-    return [
-        ({"x": X[end - n : end], "ids": IDS[end - n : end]}, Y[end - n : end])
-        for end, n in zip(ends, sizes, strict=True)
-    ]
+    return cut(({"x": X, "ids": IDS}, Y), sizes)
 
 
 def bad_batch(kind: str, size: int) -> Batch:

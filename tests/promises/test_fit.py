@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from law.model import FLOAT, Training, regression, small
-from law.pair import LOGS, dataset_of, strategy_of
+from law.model import FLOAT, Training, cut, regression, small
+from law.pair import LOGS, assert_logs as assert_same_logs, dataset_of, strategy_of
 from law.plain import PlainLoop, assert_values
 
 import tfmultigpu as tmg
@@ -41,14 +41,6 @@ def known(batches: Sequence[Any]) -> tf.data.Dataset:
     """A dataset of these batches whose length Keras knows."""
     data = dataset_of(lambda: batches, batches[0])
     return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
-
-
-def cut(arrays: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = np.cumsum(sizes)
-    return [
-        tf.nest.map_structure(lambda a, s=slice(end - n, end): a[s], arrays)
-        for end, n in zip(ends, sizes, strict=True)
-    ]
 
 
 keras_fit = functools.partial(keras.Model.fit, shuffle=False)  # Else it warns of a dataset.
@@ -249,9 +241,7 @@ def test_class_weights_epochs_across_passes_and_several_steps_a_call(replicas: i
 
 def assert_same_fit(model: Any, truth: Any, history: Any, expected: Any) -> None:
     assert history.epoch == expected.epoch
-    assert set(history.history) == set(expected.history)
-    for name, values in expected.history.items():
-        np.testing.assert_allclose(history.history[name], values, **LOGS, err_msg=name)
+    assert_same_logs(history.history, expected.history)
     names = [v.path for v in truth.variables]
     assert_values([v.numpy() for v in model.variables], [v.numpy() for v in truth.variables], names)
     assert model.optimizer.iterations.numpy() == truth.optimizer.iterations.numpy()
@@ -293,9 +283,7 @@ def test_arrays_weights_and_validations_are_those_of_keras(replicas: int) -> Non
         histories.append([one.history for one in found])
     truth, model = models
     for expected, history in zip(*histories, strict=True):
-        assert set(history) == set(expected)
-        for name, values in expected.items():
-            np.testing.assert_allclose(history[name], values, **LOGS, err_msg=name)
+        assert_same_logs(history, expected)
     pairs = [[v.numpy() for v in [*m.variables, *m.optimizer.variables]] for m in (model, truth)]
     assert_values(*pairs, [v.path for v in [*truth.variables, *truth.optimizer.variables]])
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from law.model import FLOAT, Training
+from law.model import FLOAT, Training, cut
 from law.pair import LOGS, dataset_of, strategy_of
 from law.plain import PlainLoop, assert_values
 
@@ -24,8 +24,7 @@ LABELS = _random.normal(size=(sum(SIZES), 2))
 
 
 def batches() -> list[Any]:
-    ends = np.cumsum(SIZES)
-    return [(IDS[e - n : e], LABELS[e - n : e]) for e, n in zip(ends, SIZES, strict=True)]
+    return cut((IDS, LABELS), SIZES)
 
 
 def build() -> Training:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,16 @@ import numpy as np
 import pytest
 from law import worker_functions
 from law.pair import strategy_of
-from law.processes import SECONDS, Worker, WorkerRaised, call_all, pool, tf_config, unused_addresses
+from law.processes import (
+    SECONDS,
+    Worker,
+    WorkerRaised,
+    call_all,
+    pool,
+    tf_config,
+    unused_addresses,
+    wait_until_printed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +75,7 @@ def training_workers() -> list[Worker]:
     call_all(workers, worker_functions.join)
     for worker in workers:
         worker.begin(worker_functions.train_until_alone)
-    end = time.monotonic() + SECONDS
-    while not all("trains" in worker.printed() for worker in workers):
-        assert time.monotonic() < end, [worker.printed() for worker in workers]
-        time.sleep(0.02)
+    wait_until_printed("trains", *workers)
     return workers
 
 

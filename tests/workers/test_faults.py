@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 import this_worker
 from law import worker_functions
-from law.processes import SECONDS, Worker, call_all, pool
+from law.processes import Worker, call_all, pool, wait_until_printed
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.workers import _private, lost
@@ -86,20 +86,13 @@ def train(event: str) -> None:
         time.sleep(0.02)
 
 
-def wait_until_printed(*expected: tuple[Worker, str]) -> None:
-    end = time.monotonic() + SECONDS
-    while not all(word in worker.printed() for worker, word in expected):
-        given_up = time.monotonic() > end or any(w.code is not None for w, _ in expected)
-        assert not given_up, [worker.printed() for worker, _ in expected]
-        time.sleep(0.05)
-
-
 def started(event: str, word: str = "READY", end_seconds: float = 45.0) -> list[Worker]:
     """Starts two workers; returns them when both train, or the first says the word."""
     workers = pool().cluster(2)
     for worker in workers:
         worker.begin(run, event, end_seconds)
-    wait_until_printed((workers[0], word), (workers[1], "READY"))
+    wait_until_printed("READY", workers[1])
+    wait_until_printed(word, workers[0])
     return workers
 
 
@@ -153,7 +146,7 @@ def test_ctrl_c_while_tensorflow_joins_ends_the_process() -> None:
     waiting, stopped = pool().cluster(2)
     for worker in (waiting, stopped):
         worker.begin(join_late)
-    wait_until_printed((waiting, "JOINING"), (stopped, "JOINING"))
+    wait_until_printed("JOINING", waiting, stopped)
     time.sleep(1.0)  # TensorFlow holds Python's lock now.
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(WITHIN) == -signal.SIGINT

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from law import worker_functions
-from law.processes import WorkerRaised, pool
+from law.processes import call_all, pool
 
 from tfmultigpu.strategies.process_state import process_state
 
@@ -26,21 +27,7 @@ def index() -> int:
 def pair_of(join: Callable[[], int], replicas: int) -> Iterator[Callable[..., list[Any]]]:
     """Yields a function that calls another on two workers at once, until both have answered."""
     workers = pool().cluster(2)
-
-    def call_both(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        results: list[Any] = []
-        errors: list[Exception] = []
-        for worker in workers:
-            worker.begin(function, *arguments)
-        for worker in workers:
-            try:
-                results.append(worker.result(WITHIN))
-            except (AssertionError, WorkerRaised) as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return results
-
+    call_both = functools.partial(call_all, workers, seconds=WITHIN)
     assert call_both(join) == [replicas] * 2
     yield call_both
     for worker in workers:
