@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import keras
@@ -12,26 +11,14 @@ import pytest
 import tensorflow as tf
 from law.processes import pool
 from one_device import ByHand, Replicated, cut, difference, strategy_of
+from small_problem import X, Y, crossentropy, mlp
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.addons.workers import _private as workers_private
 
-_random = np.random.default_rng(31)
-X = _random.normal(size=(24, 6)).astype("float32")
-Y = _random.integers(0, 3, 24)
 BATCHES = cut((X, Y), (7, 2, 9, 1, 5))
-
-
-def mlp() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(3)]
-    )
-
-
-def crossentropy() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def built(optimizer, *variables):
@@ -299,7 +286,7 @@ def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
         model.compile(loss="mse", metrics=["mae"])
     for attributes in (_compat.without_building(), {}):
         with setting(model, **attributes):
-            model._maybe_symbolic_build(data_batch=(X, X[:, :3]))
+            model._maybe_symbolic_build(data_batch=(X, X[:, :4]))
         assert model._compile_metrics.built is (not attributes)
 
 
@@ -361,39 +348,6 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
         with pytest.raises(ZeroDivisionError):
             write()
     assert variable.numpy().tolist() == [0.0, 0.0, 0.0]
-
-
-def test_loops_take_values_that_were_read_before():
-    weight = variable_alone(strategy_of(2), 2.0)
-
-    def replica(x):
-        def inner(i, x):
-            return tf.while_loop(lambda j, _: j < 2, lambda j, x: (j + 1, x * weight), [0, x])
-
-        before = tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(i, x)[1]), [0, x])
-        return before[1] + tf.function(lambda: weight * 1.0)()
-
-    @tf.function
-    def around(x, hoist):
-        def body(i, _, slope):
-            graph = tf.compat.v1.get_default_graph()
-            with _private.reading_before_loops(graph) if hoist else nullcontext([]) as loops:
-                with tf.GradientTape() as tape:
-                    y = replica(x)
-                slope = tape.gradient(y, weight)
-            assert [one.graph for one in loops] == [graph] * hoist
-            with tf.control_dependencies([y, slope]):
-                weight.assign_add(1.0)
-            return i + 1, y, slope
-
-        return tf.while_loop(lambda i, *_: i < 3, body, [0, x, x])
-
-    for hoist in (False, True):
-        weight.assign(2.0)
-        _, y, slope = around(tf.constant(1.0), hoist)
-        # Of the third turn, where the weight is 4: the loop around it reads in each turn.
-        assert float(y) == 4.0**4 + 4.0
-        assert float(slope) == 4 * 4.0**3 + 1.0
 
 
 def test_operations_of_a_graph_can_be_changed():

@@ -301,3 +301,11 @@ def test_every_name_at_the_top_has_an_example_and_is_on_the_page_of_names() -> N
     page = (ROOT / "docs" / "reference" / "index.md").read_text()
     table = page.partition("| for | names |")[2]
     assert set(re.findall(r"`(\w+)`", table.partition("\n\n")[0])) == names
+
+
+def test_the_page_of_slurm_shows_the_job_file() -> None:
+    (shown,) = [
+        b.code for b in blocks_of(PAGES["docs/how-to/slurm.md"].read_text()) if "#SBATCH" in b.code
+    ]
+    lines = (ROOT / "examples" / "schedulers" / "train.sbatch").read_text().splitlines()
+    assert shown.splitlines() == [line for line in lines if not line.startswith("# ")]

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from cases_training import CASES as TRAINING, EVEN, UNEVEN_LAST, normalized
 from guarantee import Case, Difference
-from one_device import SEED, strategy_of
+from one_device import SEED, difference, strategy_of
 from recipes import (
     Problem,
     X,
@@ -26,7 +26,6 @@ from recipes import (
     crossentropy,
     divided_by,
     fresh,
-    largest,
     mirrored,
     rows,
 )
@@ -140,7 +139,7 @@ def metric_in_a_loop(make: Callable[[], Any], problem: Problem) -> Difference:
     for batch in strategy.experimental_distribute_dataset(problem.dataset()):
         update(batch)
     right = right_metrics(make, problem)
-    return Difference(largest([np.asarray(metric.result())], [right]), "metric")
+    return Difference(difference([np.asarray(metric.result())], [right]), "metric")
 
 
 def metric_in_a_step(make: Callable[[], Any], problem: Problem) -> Difference:
@@ -151,7 +150,7 @@ def metric_in_a_step(make: Callable[[], Any], problem: Problem) -> Difference:
     step = tmg.make_eval_step(model, problem.loss, strategy, metrics=[metric])
     step.run(iter(tmg.distribute_dataset(problem.dataset(), strategy)), 1000)
     right = right_metrics(make, problem)
-    return Difference(largest([np.asarray(metric.result())], [right]), "metric")
+    return Difference(difference([np.asarray(metric.result())], [right]), "metric")
 
 
 class LargestLabel(keras.metrics.Metric):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from guarantee import Difference
-from one_device import SEED, ByHand, strategy_of
+from one_device import SEED, ByHand, difference, strategy_of
 from small_problem import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
@@ -86,16 +86,10 @@ def weights_of(model: Any, strategy: Any = None) -> list[list[np.ndarray]]:
     return [list(copies) for copies in zip(*each, strict=True)]
 
 
-def largest(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """The largest difference; NaN where anything is NaN."""
-    each = [np.asarray(a, "float64") - b for a, b in zip(one, other, strict=True)]
-    return float(np.max([np.max(np.abs(values), initial=0.0) for values in each], initial=0.0))
-
-
 def weights(found: Trained, truth: Trained) -> Difference:
     """The weights of every replica against those of one device."""
     (right,) = truth.weights
-    return Difference(float(np.max([largest(each, right) for each in found.weights])))
+    return Difference(float(np.max([difference(each, right) for each in found.weights])))
 
 
 # One device ---------------------------------------------------------------------------------------

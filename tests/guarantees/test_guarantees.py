@@ -6,17 +6,17 @@ something, the test fails, and says what to do.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import isolated
 import keras
+import page
 import pytest
 import tensorflow as tf
 from cases import CASES
 from guarantee import Case, Outcome
-from page import read
 
-pytestmark = [pytest.mark.slow, pytest.mark.versions]
 AGAIN = "run `python tests/guarantees/measure.py` again"
 Outcomes = dict[tuple[str, str], Outcome]
 
@@ -34,9 +34,11 @@ def holds(item: pytest.Item) -> bool:
 
 def recorded_here() -> bool:
     """Whether the record was made with these versions."""
-    return (read()["tensorflow"], read()["keras"]) == (tf.__version__, keras.__version__)
+    return (page.read()["tensorflow"], page.read()["keras"]) == (tf.__version__, keras.__version__)
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_line_holds(case: Case, found: Outcomes) -> None:
     assert case.fault(found[case.name, "ours"]) == ""
@@ -46,7 +48,7 @@ def test_the_line_holds(case: Case, found: Outcomes) -> None:
 
 
 def hold_plain(case: Case, outcome: Outcome) -> None:
-    expected = Outcome.from_json(read()["cases"][case.name]["plain"])
+    expected = Outcome.from_json(page.read()["cases"][case.name]["plain"])
     changed = f"plain code did {expected} and does {outcome}: {AGAIN}" + (
         ", and rejoice" if outcome.kind == "same" else ""
     )
@@ -58,3 +60,33 @@ def hold_plain(case: Case, outcome: Outcome) -> None:
         assert then is not None
         right = then / 3 <= now <= then * 3 if math.isfinite(then) else not math.isfinite(now)
         assert right, changed
+
+
+# The page -----------------------------------------------------------------------------------------
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def test_the_page_is_what_the_record_says_of_each_case() -> None:
+    record = page.read()
+    assert page.PAGE.read_text() == page.render(record), (
+        "docs/guarantees.md is not what docs/guarantees.json says; it is never edited by hand: "
+        "run `python tests/guarantees/measure.py`"
+    )
+    assert list(record["cases"]) == list(BY_NAME)
+    for case in CASES:
+        recorded = record["cases"][case.name]
+        assert {key: recorded[key] for key in case.described()} == case.described()
+        assert case.fault(Outcome.from_json(recorded["ours"])) == ""
+
+
+@pytest.mark.skipif(not recorded_here(), reason="needs the versions that plain code is held to")
+def test_a_difference_of_another_size_is_noticed() -> None:
+    known = BY_NAME["loop-constant-batch-size"]
+    then = Outcome.from_json(page.read()["cases"][known.name]["plain"])
+    hold_plain(known, then)
+    assert then.difference is not None
+    for factor in (0.2, 5.0):
+        now = dataclasses.replace(then, difference=then.difference * factor)
+        with pytest.raises(AssertionError, match=r"run `python tests/guarantees/measure.py` again"):
+            hold_plain(known, now)

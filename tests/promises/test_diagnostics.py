@@ -85,8 +85,7 @@ def test_explaining_changes_nothing() -> None:
     before = model.get_weights()
     explained(model, optimizer, size=6, replicas=2)
     assert int(optimizer.iterations.numpy()) == 0
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_equal(before, model.get_weights())
 
 
 # Fails if the doctor misses what the environment hides, or shows addresses in what is pasted.

@@ -1,4 +1,4 @@
-"""Data of two workers: each row of a batch on one of them, from files too, or an error."""
+"""Data of two workers: each row of a file on one of them, or an error."""
 
 from __future__ import annotations
 
@@ -14,64 +14,9 @@ import tensorflow as tf
 import this_worker
 
 import tfmultigpu as tmg
-from tfmultigpu.data.partition import marked_offsets, row_offsets
 
 pytestmark = pytest.mark.slow
-SIZES = (5, 1, 2, 64, 3)
-SHARES = (None, (3, 1))
 ROWS, BATCH, EPOCHS = 1001, 48, 2
-
-
-def read_batches() -> dict[Any, Any]:
-    """Returns the rows of this worker in each batch, behind the number of rows of all."""
-    strategy = this_worker.strategy()
-    stops = np.cumsum(SIZES)
-    bounds = tf.data.Dataset.from_tensor_slices((stops - SIZES, stops))
-    batches = bounds.map(lambda start, stop: tf.range(start, stop))
-
-    def read(data: Any) -> list[list[int]]:
-        found = []
-        for batch in data:
-            (shard,) = strategy.experimental_local_results(batch)
-            found.append([int(marked_offsets(batch)[-1]), *shard.numpy().tolist()])
-        return found
-
-    @tf.function
-    def total(data: tmg.data.ShardedDataset) -> tf.Tensor:
-        total = tf.constant(0, tf.int64)
-        for batch in data:
-            total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-        return total
-
-    found: dict[Any, Any] = {}
-    for shares in SHARES:
-        data = tmg.distribute_dataset(batches, strategy, shares=shares)
-        found[shares] = [read(data), read(data)]
-    # Each worker has another seed; that of the data is one for all.
-    tf.random.set_seed(1 + this_worker.index())
-    seeded = tmg.distribute_dataset(
-        np.arange(11), strategy, batch_size=4, preprocess=lambda number, seed: seed[0]
-    )
-    seeds = [seed for batch in seeded for seed in strategy.experimental_local_results(batch)]
-    return {**found, "total": int(total(data)), "seeds": np.concatenate(seeds).tolist()}
-
-
-def test_each_row_is_on_one_worker(both: Any) -> None:
-    first, second = both(read_batches)
-    for shares, again in itertools.product(SHARES, (0, 1)):
-        begin = 0
-        pairs = zip(first[shares][again], second[shares][again], strict=True)
-        for size, pair in zip(SIZES, pairs, strict=True):
-            rows = list(range(begin, begin + size))
-            begin += size
-            middle = 1 if size == 1 else int(row_offsets(size, shares or (1, 1))[1])
-            assert 0 < middle < size or size == 1
-            assert pair == ([size, *rows[:middle]], [size, *rows[middle:]])
-    assert first["total"] == second["total"] == sum(range(sum(SIZES)))
-    assert len({*first["seeds"], *second["seeds"]}) == 1
-
-
-# Files --------------------------------------------------------------------------------------------
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -139,14 +84,17 @@ def refused(dataset: Any, batches: int = 1, **options: Any) -> str:
 
 
 def read_different_data(folder: str) -> dict[str, str]:
-    """Returns what this worker is told of data that are not those of the first one."""
+    """Returns what this worker is told of data that are not those of the first one, and a seed."""
     worker, files = this_worker.index(), files_in(folder, 2)
     batches = tf.data.Dataset.range(10).batch(2)
     # Nobody knows how many batches there are: found after 1, 2, 4, ... of them, or at the end.
     later = batches.repeat(9).map(lambda n: n + (n // 8) * worker).filter(lambda n: True)
     tf.random.set_seed(worker)
     by_number = {"batch_size": 5, "preprocess": lambda n: n}
+    seeded = {"batch_size": 4, "preprocess": lambda number, seed: seed[0]}
+    (seeds,) = tmg.distribute_dataset(np.arange(4), this_worker.strategy(), **seeded)
     found = {
+        "seed": str(this_worker.strategy().experimental_local_results(seeds)[0][0].numpy()),
         "without a seed": refused(rows_of(files)),
         "other order": refused(rows_of(files[:: -1 if worker else 1], seed=1)),
         "other length": refused(batches.take(5 - worker)),
@@ -171,3 +119,4 @@ def test_workers_that_read_different_data_are_told(both: Any, tmp_path: Path) ->
     assert "dataset.shuffle(size, seed=1)" in second["without a seed"]
     for case in ("alike by number", "alike in a dict", "alike by seed"):
         assert first[case] == second[case] == "", case
+    assert first["seed"] == second["seed"]  # That of the data is one for all.
