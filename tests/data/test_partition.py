@@ -6,12 +6,15 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from each import each
 from hypothesis import given, settings, strategies as st
 
+import tfmultigpu as tmg
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import check_rows_agree, count_rows
+from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.strategies.topology import local_replicas
 
 shares_of = st.lists(st.integers(1, 60), min_size=1, max_size=8)
@@ -47,6 +50,26 @@ def test_known_cuts(count: int, shares: tuple[int, ...], expected: list[int]) ->
     assert np.diff(offsets(count, shares)).tolist() == expected
     traced = tf.function(lambda n: partition.row_offsets(n, shares))
     assert np.diff(traced(tf.constant(count))).tolist() == expected
+
+
+@given(st.lists(st.one_of(st.integers(1, 10**12), st.floats(1e-3, 1e12)), min_size=1, max_size=8))
+def test_shares_as_integers_keep_the_proportion(capacities: list[float]) -> None:
+    whole = replica_shares(capacities, len(capacities))
+    # Multiplied by a number of rows they stay within 64 bits.
+    assert 0 < sum(whole) <= 2**20
+    for share, capacity in zip(whole, capacities, strict=True):
+        assert share > 0
+        assert abs(share / sum(whole) - capacity / sum(capacities)) <= 9 / 2**20
+
+
+# Other refusals: tests/promises/test_shares.py and test_bad_input.py.
+def test_shares_of_numpy_and_shares_that_are_no_numbers() -> None:
+    assert tmg.plan_shares(np.int64(64), np.array([24, 8])) == (48, 16)
+    for shares in (("big", 1), (float("nan"), 1)):
+        with pytest.raises(
+            tmg.errors.DataError, match=rf"Received: \({shares[0]!r}, 1\), 2 numbers"
+        ):
+            replica_shares(shares, 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from each import each
-from shards import mirrored, text_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.data.preprocessing import takes_seed
@@ -18,6 +18,7 @@ ROWS = 11
 X = np.arange(2.0 * ROWS, dtype="float32").reshape(ROWS, 2)
 Y = np.arange(ROWS)
 BATCH = 4  # 4, 4 and 3 rows: on four replicas each gets the last batch whole.
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "seed": 7}
 
 
 def noisy(example: Any, seed: Any) -> Any:
@@ -69,12 +70,12 @@ def whole(batch: Any, strategy: Any) -> np.ndarray:
 
 @each(
     ("replicas", "source"),
-    [*((3, source) for source in SOURCES), *((n, next(iter(SOURCES))) for n in (1, 2, 4))],
+    [*((3, source) for source in SOURCES), *((n, "arrays") for n in (1, 2, 4))],
 )
 def test_rows_and_seeds_are_those_of_one_device(replicas: int, source: str) -> None:
-    strategy = mirrored(replicas)
+    strategy = strategy_of(replicas)
     examples, function = SOURCES[source]()
-    data = tmg.distribute_dataset(examples, strategy, batch_size=BATCH, preprocess=function, seed=7)
+    data = tmg.distribute_dataset(examples, strategy, preprocess=function, **OPTIONS)
     assert data.element_spec["x"].shape == [None, 2]
     found = [whole(batch, strategy) for _ in range(2) for batch in data]
     for one, expected in zip(found, by_hand(), strict=True):
@@ -82,26 +83,23 @@ def test_rows_and_seeds_are_those_of_one_device(replicas: int, source: str) -> N
 
 
 def test_shares_and_a_start_in_the_middle_of_a_pass() -> None:
-    strategy = mirrored(2)
+    strategy, source = strategy_of(2), Numbers()
     data = tmg.distribute_dataset(
-        (X, Y), strategy, batch_size=BATCH, shares=(3, 1), preprocess=noisy, seed=7
+        np.arange(ROWS), strategy, shares=(3, 1), preprocess=source.augment, **OPTIONS
     )
     sizes = [[len(p) for p in strategy.experimental_local_results(b["y"])] for b in data]
     assert sizes == [[3, 1], [3, 1], [2, 1]]
-    source = Numbers()
-    data = tmg.distribute_dataset(
-        np.arange(ROWS), strategy, batch_size=BATCH, preprocess=source.augment, seed=7
-    )
+    source.read.clear()
     iterator, passed = data.iterate_from(2)
     rest = [whole(batch, strategy) for batch in iterator]
     assert passed == 2
     assert sorted(source.read) == [8, 9, 10]  # What is passed over is not read.
-    np.testing.assert_allclose(rest, [by_hand()[2]], rtol=1e-6)
+    np.testing.assert_allclose(rest, [by_hand()[5]], rtol=1e-6)
 
 
 def test_passes_of_a_loop_in_a_function_count_too() -> None:
-    strategy = mirrored(2)
-    data = tmg.distribute_dataset((X, Y), strategy, batch_size=11, preprocess=noisy, seed=7)
+    strategy = strategy_of(2)
+    data = tmg.distribute_dataset((X, Y), strategy, preprocess=noisy, **OPTIONS)
 
     @tf.function
     def total() -> Any:
@@ -111,12 +109,9 @@ def test_passes_of_a_loop_in_a_function_count_too() -> None:
         return found
 
     expected = by_hand(passes=3)
-    for number in range(2):
-        np.testing.assert_allclose(
-            total().numpy(), sum(one.sum() for one in expected[3 * number :][:3]), rtol=1e-6
-        )
-    (last,) = [whole(batch, strategy) for batch in data]
-    np.testing.assert_allclose(last, np.concatenate(expected[6:9]), rtol=1e-6)
+    totals = [float(total()), float(total()), sum(whole(batch, strategy).sum() for batch in data)]
+    sums = [sum(one.sum() for one in expected[i : i + 3]) for i in (0, 3, 6)]
+    np.testing.assert_allclose(totals, sums, rtol=1e-6)
 
 
 def test_what_a_function_may_take() -> None:
@@ -129,21 +124,24 @@ def test_what_a_function_may_take() -> None:
 
 
 def test_what_cannot_be_preprocessed() -> None:
-    strategy = mirrored(2)
-
-    def text(source: Any, **options: Any) -> str:
+    strategy, examples = strategy_of(2), "np.arange(len(source))"
+    sharded = tmg.distribute_dataset(X, strategy, batch_size=2)
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ((X, Y), {"batch_size": None}, tmg.errors.DataError, "batch_size=64, preprocess=f"),
+        (lambda: iter([X]), {}, tmg.errors.DataError, examples),
+        (keras.utils.PyDataset(), {}, tmg.errors.DataError, examples),
+        (sharded, {}, tmg.errors.DataError, "already distributed"),
+        ((X, Y[:3]), {}, tmg.errors.DataError, "Arrays are paired by rows"),
+        (X, {"preprocess": None, "seed": 3}, tmg.errors.DataError, "seed is for preprocess"),
+        ((X, Y), {"preprocess": lambda image, label: (image, label)}, TypeError, ""),
+        ((X, Y), {"preprocess": lambda: 1}, TypeError, ""),
+        ((X, Y), {"preprocess": 3}, TypeError, ""),
+    ]
+    for source, options, error, said in refused:
         options = {"batch_size": BATCH, "preprocess": lambda example: example, **options}
-        return text_of(lambda: tmg.distribute_dataset(source, strategy, **options))
-
-    assert "batch_size=64, preprocess=f" in text((X, Y), batch_size=None)
-    for source in (lambda: iter([X]), keras.utils.PyDataset()):
-        assert "np.arange(len(source))" in text(source)
-    assert "already distributed" in text(tmg.distribute_dataset(X, strategy, batch_size=2))
-    assert "Arrays are paired by rows" in text((X, Y[:3]))
-    assert "seed is for preprocess" in text(X, preprocess=None, seed=3)
-    for wrong in (lambda image, label: (image, label), lambda: 1, 3):
-        with pytest.raises(TypeError):
-            text((X, Y), preprocess=wrong)
+        with pytest.raises(error) as caught:
+            tmg.distribute_dataset(source, strategy, **options)
+        assert said in str(caught.value)
 
 
 def test_an_error_of_the_function_reaches_the_user() -> None:
@@ -151,16 +149,16 @@ def test_an_error_of_the_function_reaches_the_user() -> None:
         tf.debugging.Assert(x[0] < 9.0, ["too large"])
         return x
 
-    data = tmg.distribute_dataset(X, mirrored(2), batch_size=BATCH, preprocess=broken)
+    data = tmg.distribute_dataset(X, strategy_of(2), batch_size=BATCH, preprocess=broken)
     iterator = iter(data)
     next(iterator)
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         list(iterator)
 
 
-def losses_of(replicas: int, directory: Any, stop: int | None = None) -> list[list[float]]:
+def losses_of(replicas: int, directory: Any, stop: int | None = None) -> list[Any]:
     """Returns losses and weights of three epochs; a step after which the run ends, if any."""
-    strategy = mirrored(replicas)
+    strategy = strategy_of(replicas)
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -174,16 +172,17 @@ def losses_of(replicas: int, directory: Any, stop: int | None = None) -> list[li
             raise KeyboardInterrupt
 
     source = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=1)
-    options = {"batch_size": BATCH, "preprocess": shaken, "seed": 7}
-    data = tmg.distribute_dataset(source, strategy, **options)
+    data, valid = (
+        tmg.distribute_dataset(examples, strategy, preprocess=shaken, **OPTIONS)
+        for examples in (source, (X, Y))
+    )
     checkpoints = tmg.Checkpoints(directory, model, model.optimizer)
     checkpoints.restore()
     callbacks = [checkpoints.callback(every_steps=2)]
     callbacks += [keras.callbacks.LambdaCallback(on_train_batch_end=end)]
-    valid = tmg.distribute_dataset((X, Y), strategy, **options)
     history = tmg.fit(model, data, epochs=3, validation_data=valid, callbacks=callbacks, verbose=0)
     last = [history.history[name][-1] for name in ("loss", "val_loss")]
-    return [last, *(weight.ravel().tolist() for weight in model.get_weights())]
+    return [last, *model.get_weights()]
 
 
 def test_fit_trains_on_preprocessed_data_as_one_device_also_if_interrupted(tmp_path: Any) -> None:
