@@ -37,7 +37,7 @@ def machine(
 
 
 MACHINES = [
-    {"gpus": gpus, "cpus": cpus, "tpu": tpu, "cluster": cluster}
+    (gpus, cpus, tpu, cluster)
     for gpus in (0, 1, 2, 8, 16)
     for cpus in (1, 8)
     for tpu in (NO_TPU, TPU)
@@ -45,152 +45,111 @@ MACHINES = [
 ]
 
 
-def parts_of(facts: dict[str, Any]) -> tuple[int, Tpu, Cluster | None]:
-    return facts["gpus"], facts["tpu"], facts["cluster"]
-
-
 def gpu_names(count: int) -> tuple[str, ...]:
     return tuple(f"GPU:{index}" for index in range(count))
 
 
-def test_auto_follows_the_order() -> None:
+def test_what_is_preferred_is_taken_or_named_as_unmet_and_auto_follows_the_order() -> None:
     """Of every machine: a TPU, workers, all GPUs, one GPU, the CPU."""
     wrong = []
-    for facts in MACHINES:
-        plan, (gpus, tpu, cluster) = choose(machine(**facts)), parts_of(facts)
-        if tpu is TPU:
-            expected = ("tpu", ("grpc://10.0.0.2:8470",), None)
-        elif cluster is TWO_WORKERS:
-            expected = ("multi_worker", gpu_names(gpus) or ("CPU:0",), 2 * max(gpus, 1))
-        elif gpus > 1:
-            expected = ("mirrored", gpu_names(gpus), gpus)
-        else:
-            expected = ("one_device", ("GPU:0" if gpus else "CPU:0",), 1)
-        rejected = [kind for kind in KINDS if kind != expected[0]]
+    for described, prefer in itertools.product(MACHINES, ("auto", *KINDS)):
+        gpus, cpus, tpu, cluster = described
+        plan = choose(machine(gpus, cpus, tpu=tpu, cluster=cluster), prefer)
+        asked = prefer == "mirrored"
+        # What each kind would run on, if it can.
+        local = gpu_names(gpus) or ("CPU:0",)
+        several = gpus > 1 or (asked and gpus == 0 and cpus > 1)
+        workers = (TWO_WORKERS, ONE_WORKER) if prefer == "multi_worker" else (TWO_WORKERS,)
+        cpu_names = tuple(f"CPU:{index}" for index in range(cpus))
+        possible = {
+            "tpu": (("grpc://10.0.0.2:8470",), None) if tpu is TPU else None,
+            "multi_worker": (local, len(cluster.workers) * len(local))
+            if cluster in workers
+            else None,
+            "mirrored": (gpu_names(gpus) or cpu_names, gpus or cpus) if several else None,
+            "one_device": (local[:1], 1),
+        }
+        tried = KINDS if prefer == "auto" else KINDS[KINDS.index(prefer) :]
+        kind = next(kind for kind in tried if possible[kind])
+        unmet = () if prefer in ("auto", kind) else (f"prefer={prefer!r}: {plan.rejected[prefer]}",)
         if (
-            (plan.kind, plan.devices, plan.num_replicas) != expected
-            or plan.unmet
-            or list(plan.rejected) != rejected
+            (plan.kind, (plan.devices, plan.num_replicas), plan.unmet)
+            != (kind, possible[kind], unmet)
+            or list(plan.rejected) != [other for other in KINDS if other != kind]
             or not all(plan.rejected.values())
         ):
-            wrong.append((facts, plan))
+            wrong.append((described, prefer, plan))
     assert wrong == []
 
 
-def test_what_is_preferred_is_taken_or_named_as_unmet() -> None:
-    wrong = []
-    for facts, prefer in itertools.product(MACHINES, KINDS):
-        plan, (gpus, tpu, cluster) = choose(machine(**facts), prefer), parts_of(facts)
-        possible = {
-            "tpu": tpu is TPU,
-            "multi_worker": cluster in (ONE_WORKER, TWO_WORKERS),
-            "mirrored": gpus > 1 or (gpus == 0 and facts["cpus"] > 1),
-            "one_device": True,
-        }
-        if possible[prefer]:
-            right = (plan.kind, plan.unmet) == (prefer, ())
-        else:
-            right = plan.unmet == (f"prefer={prefer!r}: {plan.rejected[prefer]}",)
-        if not right or KINDS.index(plan.kind) < KINDS.index(prefer):
-            wrong.append((facts, prefer, plan))
-    assert wrong == []
-
-
-def test_several_logical_cpus_are_used_only_when_asked_for() -> None:
-    facts = machine(0, cpus=8)
-    assert "prefer='mirrored' uses the logical CPUs" in choose(facts).rejected["mirrored"]
-    assert choose(facts, "mirrored").num_replicas == 8
-    assert choose(facts, devices=4).devices == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
-    assert choose(facts, devices=["CPU:6", "cpu:1"]).devices == ("CPU:6", "CPU:1")
-
-
-def test_one_device_named_is_one_device() -> None:
-    why = "GPU:2 is the only device, and one device has nothing to mirror"
-    for prefer, unmet in (("auto", ()), ("mirrored", (f"prefer='mirrored': {why}",))):
-        plan = choose(machine(4), prefer, devices=["/gpu:2"])
-        assert (plan.kind, plan.devices, plan.unmet) == ("one_device", ("GPU:2",), unmet)
-        assert plan.rejected["mirrored"] == why
-
-
-def test_a_count_means_gpus_where_there_are_any() -> None:
-    assert choose(machine(4, cpus=8), devices=2).devices == gpu_names(2)
-    with pytest.raises(DeviceNotFoundError, match="Asked for 8 devices, but only 4 exist"):
-        choose(machine(4, cpus=8), devices=8)
-
-
-def test_a_missing_device_is_an_error_whatever_is_preferred() -> None:
-    for prefer in ("auto", "multi_worker", "mirrored", "one_device"):
-        with pytest.raises(DeviceNotFoundError) as caught:
-            choose(machine(1), prefer, devices=["GPU:0", "GPU:1"])
-        assert "but not here: GPU:1" in str(caught.value)
-        assert "Existing: CPU:0, GPU:0" in str(caught.value)
-        assert "Write ['CPU:0', 'GPU:0']" in str(caught.value)
-
-
-def test_cpus_and_gpus_are_not_mixed() -> None:
-    with pytest.raises(StrategyUnavailableError) as caught:
-        choose(machine(2), devices=["GPU:0", "CPU:0"])
-    assert "of one kind, GPUs or CPUs" in str(caught.value)
-
-
-def test_one_device_of_two_named_is_a_contradiction() -> None:
-    with pytest.raises(
-        StrategyUnavailableError, match=r"names GPU:0, GPU:1. Name one, devices=\['GPU:0'\]"
-    ):
-        choose(machine(2), "one_device", devices=["GPU:0", "GPU:1"])
-
-
-def test_workers_bring_the_first_devices() -> None:
-    bring: list[tuple[int, Any, tuple[str, ...]]] = [
-        (0, None, ("CPU:0",)),
-        (0, 1, ("CPU:0",)),
-        (2, ["CPU:0"], ("CPU:0",)),
-        (4, None, gpu_names(4)),
-        (4, 2, gpu_names(2)),
-        (4, ["GPU:0"], ("GPU:0",)),
+def test_what_is_named_is_taken() -> None:
+    named: list[tuple[MachineInfo, str, Any, str, tuple[str, ...]]] = [
+        (machine(0, 8), "auto", 4, "mirrored", ("CPU:0", "CPU:1", "CPU:2", "CPU:3")),
+        (machine(0, 8), "auto", ["CPU:6", "cpu:1"], "mirrored", ("CPU:6", "CPU:1")),
+        (machine(4, 8), "auto", 2, "mirrored", gpu_names(2)),  # GPUs where there are any.
+        (machine(4), "auto", ["/gpu:2"], "one_device", ("GPU:2",)),
+        (machine(2, tpu=TPU), "auto", 2, "mirrored", gpu_names(2)),
+        # Workers bring the first devices.
+        *(
+            (machine(gpus, 8, cluster=TWO_WORKERS), "auto", devices, "multi_worker", local)
+            for gpus, devices, local in (
+                (0, 1, ("CPU:0",)),
+                (2, ["CPU:0"], ("CPU:0",)),
+                (4, 2, gpu_names(2)),
+                (4, ["GPU:0"], ("GPU:0",)),
+            )
+        ),
     ]
-    for gpus, devices, local in bring:
-        plan = choose(machine(gpus, cpus=8, cluster=TWO_WORKERS), devices=devices)
-        assert (plan.kind, plan.devices, plan.num_replicas) == (
-            *("multi_worker", local),
-            2 * len(local),
-        )
-        assert plan.reason.startswith("this is worker 1 of 2 at b:1 (Cluster)")
+    for facts, prefer, devices, kind, names in named:
+        plan = choose(facts, prefer, devices)
+        assert (plan.kind, plan.devices, plan.unmet) == (kind, names, ())
+        assert plan.num_replicas == len(names) * (2 if kind == "multi_worker" else 1)
 
 
-def test_workers_cannot_bring_others() -> None:
-    others: list[tuple[int, Any]] = [
-        (4, ["GPU:1"]),
-        (4, ["GPU:1", "GPU:0"]),
-        (0, 2),
-        (2, ["CPU:0", "CPU:1"]),
+def test_what_cannot_be_named() -> None:
+    missing, refused = DeviceNotFoundError, StrategyUnavailableError
+    others = "combined with the cluster.*CUDA_VISIBLE_DEVICES"
+    gone = r"but not here: GPU:1.*Existing: CPU:0, GPU:0.*Write \['CPU:0', 'GPU:0'\]"
+    named: list[tuple[MachineInfo, str, Any, type[Exception], str]] = [
+        (machine(4, 8), "auto", 8, missing, "Asked for 8 devices, but only 4 exist"),
+        (machine(1), "auto", ["GPU:1"], missing, NO_GPU),
+        *((machine(1), kind, ["GPU:0", "GPU:1"], missing, gone) for kind in ("auto", *KINDS[1:])),
+        (machine(2), "auto", ["GPU:0", "CPU:0"], refused, "of one kind, GPUs or CPUs"),
+        (machine(2), "one_device", 2, refused, r"GPU:0, GPU:1. Name one, devices=\['GPU:0'\]"),
+        (machine(4, 2, cluster=TWO_WORKERS), "auto", ["GPU:1"], refused, others),
+        (machine(4, 2, cluster=TWO_WORKERS), "auto", ["GPU:1", "GPU:0"], refused, others),
+        (machine(0, 2, cluster=TWO_WORKERS), "auto", 2, refused, others),
+        (machine(2, 2, cluster=TWO_WORKERS), "auto", ["CPU:0", "CPU:1"], refused, others),
     ]
-    for gpus, devices in others:
-        with pytest.raises(StrategyUnavailableError, match="combined with the cluster") as no:
-            choose(machine(gpus, cpus=2, cluster=TWO_WORKERS), devices=devices)
-        assert "CUDA_VISIBLE_DEVICES" in str(no.value), (gpus, devices)
+    for facts, prefer, devices, error, said in named:
+        with pytest.raises(error, match=said):
+            choose(facts, prefer, devices)
 
 
-def test_a_cluster_of_one_trains_alone_unless_asked() -> None:
-    facts = machine(2, cluster=ONE_WORKER)
-    assert choose(facts).kind == "mirrored"
-    assert "one worker" in choose(facts).rejected["multi_worker"]
-    assert choose(facts, "multi_worker").kind == "multi_worker"
+def test_why_a_kind_is_not_taken_is_said() -> None:
+    for facts, prefer, devices, kind, said in (
+        (machine(0, 8), "auto", None, "mirrored", "prefer='mirrored' uses the logical CPUs"),
+        (machine(4), "mirrored", ["/gpu:2"], "mirrored",
+         "GPU:2 is the only device, and one device has nothing to mirror"),
+        (machine(2, cluster=ONE_WORKER), "auto", None, "multi_worker", "one worker"),
+        (machine(2, tpu=TPU), "auto", 2, "tpu", "devices names GPU:0, GPU:1"),
+    ):  # fmt: skip
+        plan = choose(facts, prefer, devices)
+        assert said in plan.rejected[kind]
+        assert plan.unmet == (() if prefer == "auto" else (f"prefer='mirrored': {said}",))
 
 
 def test_tpu_cores_are_counted_where_they_are_known() -> None:
     here = MachineInfo({"CPU:0": "CPU:0", "TPU:0": "TPU:0", "TPU:1": "TPU:1"}, Tpu("local", None))
-    assert choose(here).devices == ("TPU:0", "TPU:1")
-    assert choose(here).num_replicas == 2
-    far = choose(machine(tpu=TPU))
-    assert (far.devices, far.num_replicas) == (("grpc://10.0.0.2:8470",), None)
-    assert "a replica on each core of" in str(far)
-    assert choose(machine(2, tpu=TPU), devices=2).rejected["tpu"] == "devices names GPU:0, GPU:1"
+    plan = choose(here)
+    assert (plan.devices, plan.num_replicas) == (("TPU:0", "TPU:1"), 2)
+    assert "a replica on each core of" in str(choose(machine(tpu=TPU)))
 
 
 # communication ---------------------------------------------------------------------------------
 
 
+NOT_OF_WORKERS = {"hierarchical_copy", "one_device"}
 WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
     (machine(2), "auto", "nccl", {"ring"}),
     (machine(3), "auto", "nccl", {"ring", "hierarchical_copy"}),
@@ -199,25 +158,10 @@ WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
     (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
     (machine(0, cpus=2), "mirrored", "one_device", {"nccl", "ring"}),
     (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "ring", "hierarchical_copy"}),
-    (machine(2, cluster=TWO_WORKERS), "auto", "nccl", {"hierarchical_copy", "one_device"}),
-    (
-        machine(2, parts=2, cluster=TWO_WORKERS),
-        "auto",
-        "ring",
-        {"nccl", "hierarchical_copy", "one_device"},
-    ),
-    (
-        machine(0, cluster=TWO_WORKERS),
-        "auto",
-        "ring",
-        {"nccl", "hierarchical_copy", "one_device"},
-    ),
-    (
-        machine(tpu=TPU),
-        "auto",
-        "tpu",
-        {"nccl", "ring", "hierarchical_copy", "one_device"},
-    ),
+    (machine(2, cluster=TWO_WORKERS), "auto", "nccl", NOT_OF_WORKERS),
+    (machine(2, parts=2, cluster=TWO_WORKERS), "auto", "ring", {"nccl", *NOT_OF_WORKERS}),
+    (machine(0, cluster=TWO_WORKERS), "auto", "ring", {"nccl", *NOT_OF_WORKERS}),
+    (machine(tpu=TPU), "auto", "tpu", {"nccl", "ring", *NOT_OF_WORKERS}),
     (machine(1), "auto", "none", set()),
 ]
 
@@ -241,7 +185,6 @@ def test_why_not_is_said() -> None:
     def why(facts: MachineInfo, asked: str) -> str:
         return choose(facts, "mirrored", communication=asked).unmet[0]
 
-    assert "GPUs only" in why(machine(0, cpus=2), "nccl")
     assert "parts of one physical GPU" in why(machine(2, parts=2), "nccl")
     assert "built without NCCL" in why(machine(2, nccl=False), "nccl")
     assert "leaves out the gradients of the last" in why(machine(3), "hierarchical_copy")
@@ -262,16 +205,13 @@ def test_the_plan_reads_well() -> None:
         "  not one_device: mirrored comes first",
         f"  requested but unavailable: communication='nccl': {refused}",
     ]
+    worker = choose(machine(2, cluster=TWO_WORKERS)).reason
+    assert worker.startswith("this is worker 1 of 2 at b:1 (Cluster)")
     assert choose(machine(1)).reason == f"GPU:0 is the only GPU: {NO_GPU}"
     assert choose(machine(1, no_more_gpus=None)).reason == "GPU:0 is the only GPU"
-    with pytest.raises(DeviceNotFoundError, match=r"none is here; buy one"):
-        choose(machine(1), devices=["GPU:1"])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("prefer", "gpu"), ("prefer", ["GPU:0"]), ("prefer", 2), ("communication", "NCCL")],
-)
-def test_unknown_choices_are_refused_with_the_line(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be one of auto, .*Received: {name}="):
-        choose(machine(1), **{name: value})
+def test_unknown_choices_are_refused_with_the_line() -> None:
+    for name, value in (("prefer", ["GPU:0"]), ("prefer", 2), ("communication", "NCCL")):
+        with pytest.raises(ValueError, match=f"{name} must be one of auto, .*Received: {name}="):
+            choose(machine(1), **{name: value})

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+import tensorflow as tf
+from law.processes import pool, unused_addresses
 
+import tfmultigpu as tmg
+from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.strategies.tpu import Tpu, find_tpu
 
 
@@ -36,3 +41,42 @@ def test_a_name_costs_the_timeout_at_most(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - start < 30
     assert "only Google Cloud can look up" in str(tpu.missing)
     assert "no answer within 0.5 s" in str(tpu.missing)
+
+
+# In processes: a server of TensorFlow without a TPU, and a program that meets it ------------------
+
+_served = []
+
+
+def serve(address: str) -> None:
+    cluster = tf.train.ClusterSpec({"worker": [address]})
+    _served.append(tf.distribute.Server(cluster, job_name="worker", task_index=0))
+
+
+def error_of_a_tpu_at(address: str) -> str:
+    """Plans, which must start nothing, and returns what creating a strategy raises."""
+    before = dict(os.environ)
+    for prefer in ("auto", "tpu", "multi_worker", "mirrored", "one_device"):
+        tmg.plan_strategy(prefer)
+    assert not devices_started()
+    assert dict(os.environ) == before
+    os.environ["TPU_NAME"] = f"grpc://{address}"
+    assert tmg.plan_strategy().kind == "tpu"
+    try:
+        tmg.create_strategy()
+    except tmg.errors.StrategyUnavailableError as error:
+        return str(error)
+    raise AssertionError("no TPU is there")
+
+
+@pytest.mark.slow
+def test_planning_starts_nothing_and_a_grpc_server_is_no_tpu() -> None:
+    """A TPU address that is TensorFlow without a TPU: TensorFlow connects, so no way back."""
+    (address,) = unused_addresses(1)
+    server, program = pool().start(), pool().start()
+    server.call(serve, address)
+    said = program.call(error_of_a_tpu_at, address)
+    assert "answers, but TensorFlow finds no TPU there" in said
+    assert "Correct TPU_NAME, or unset it, and start again." in said
+    for worker in (server, program):
+        worker.end()
