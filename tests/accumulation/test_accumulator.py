@@ -1,17 +1,20 @@
-"""Accumulating gradients over several batches in a loop written by hand."""
+"""Accumulating gradients and scaling losses in a loop written by hand.
+
+Windows, clipping and skipped updates: tests/promises/test_blocks_alone.py, test_windows.py and
+test_composition_by_hand.py.
+"""
 
 from __future__ import annotations
-
-import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from forced_addition import forcing_addition
-from one_device import strategy_of
+from one_device import Replicated, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.accumulation.loss_scale import LossScale
 
 
 def accumulator_of(replicas: int, *values, dtype="float32"):
@@ -21,48 +24,36 @@ def accumulator_of(replicas: int, *values, dtype="float32"):
         return strategy, variables, tmg.GradientAccumulator(variables)
 
 
-def on_replicas(strategy, function, *args):
-    return strategy.experimental_local_results(
-        tf.function(lambda: strategy.run(function, args=args))()
-    )
-
-
 def replica_id() -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     return tf.cast(context.replica_id_in_sync_group, tf.float32)
 
 
-def test_rows_of_an_embedding_are_summed_into_place():
-    strategy, variables, accumulator = accumulator_of(2, np.zeros((4, 2)))
+def test_rows_of_an_embedding_are_summed_into_place_and_a_missing_gradient_is_zero():
+    strategy, variables, accumulator = accumulator_of(2, np.zeros((4, 2)), [1.0])
 
+    @tf.function
     def add():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(variables[0], [1, 1, 3]))
         gradients = tape.gradient(loss, variables)
         assert isinstance(gradients[0], tf.IndexedSlices)
+        assert gradients[1] is None
         accumulator.add(gradients, 1.0)
+        accumulator.add([None, tf.ones([1])], 1.0)
 
-    on_replicas(strategy, add)
-    gradients, _ = accumulator.reduce()
-    np.testing.assert_allclose(gradients[0], [[0, 0], [2, 2], [0, 0], [1, 1]])
-
-
-def test_a_missing_gradient_counts_as_zero():
-    strategy, _, accumulator = accumulator_of(2, [1.0], [2.0])
-    on_replicas(strategy, lambda: accumulator.add([None, tf.ones([1])], 1.0))
-    on_replicas(strategy, lambda: accumulator.add([tf.ones([1]), None], 1.0))
+    strategy.run(add)
     gradients, weight = accumulator.reduce()
-    np.testing.assert_allclose(gradients, [[0.5], [0.5]])
+    np.testing.assert_allclose(gradients[0], np.array([[0, 0], [2, 2], [0, 0], [1, 1]]) / 2)
+    np.testing.assert_allclose(gradients[1], [0.5])
     assert float(weight) == 4.0
 
 
 def test_sums_of_bfloat16_are_wider():
     strategy, _, accumulator = accumulator_of(2, [0.0], dtype="bfloat16")
-
-    def add():
-        accumulator.add([tf.constant([1.0], "bfloat16")], 1.0)
-
-    add = tf.function(lambda one=add: strategy.run(one))
+    add = tf.function(
+        lambda: strategy.run(lambda: accumulator.add([tf.constant([1.0], "bfloat16")], 1.0))
+    )
     for _ in range(300):  # bfloat16 would stop counting at 256
         add()
     gradients, weight = accumulator.reduce()
@@ -71,15 +62,16 @@ def test_sums_of_bfloat16_are_wider():
     np.testing.assert_allclose(tf.cast(gradients[0], "float32"), [1.0])
 
 
-@pytest.mark.parametrize("way", ["in memory", "collective"])
-def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way):
+# In memory: promises/test_composition_by_hand.py.
+def test_gradients_that_replicas_add_are_scaled_clipped_and_applied():
     strategy, variables, accumulator = accumulator_of(2, [0.0, 0.0], dtype="float16")
     with strategy.scope():
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build(variables)
         scale = tmg.LossScale(8.0)
-    on_replicas(strategy, lambda: accumulator.add([tf.stack([24.0, replica_id() * 64.0])], 0.5))
+    strategy.run(lambda: accumulator.add([tf.stack([24.0, replica_id() * 64.0])], 0.5))
 
+    @tf.function
     def update():
         gradients, weight = accumulator.reduce()
         unscaled, finite = scale.unscale(gradients)
@@ -87,15 +79,15 @@ def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way):
         tmg.apply_reduced_gradients(optimizer, clipped[:1], variables, where=finite)
         return weight, norm
 
-    with forcing_addition(way):
-        weight, norm = tf.function(update)()
+    with forcing_addition("collective"):
+        weight, norm = update()
     assert (float(weight), float(norm), accumulator.count) == (1.0, 10.0, 0)
     for copy in strategy.experimental_local_results(variables[0]):
         np.testing.assert_allclose(copy, [-3.0, -4.0], rtol=1e-3)
 
 
 # Fails if the weight 1 of reduction="sum" is added, over replicas, micro-batches or windows.
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_a_loss_that_is_a_sum_is_not_divided(replicas):
     strategy, variables, accumulator = accumulator_of(replicas, [0.0])
     loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -120,8 +112,7 @@ def test_a_loss_that_is_a_sum_is_not_divided(replicas):
 
 
 # Fails if a block of the global gradient takes the part of a replica, or the parts of all.
-@pytest.mark.parametrize("inside", [True, False])
-def test_parts_of_a_gradient_are_refused_by_each_block(inside):
+def test_parts_of_a_gradient_are_refused_by_each_block():
     strategy, variables, _ = accumulator_of(2, [0.0])
     with strategy.scope():
         optimizer, scale = keras.optimizers.SGD(1.0), tmg.LossScale(8.0)
@@ -131,10 +122,12 @@ def test_parts_of_a_gradient_are_refused_by_each_block(inside):
         lambda gradients: tmg.apply_reduced_gradients(optimizer, gradients, variables),
     )
     parts = strategy.run(lambda: tf.ones([1]) * replica_id())
+    told = r"once, for all of them.*window\.reduce"
     for block in blocks:
-        call = block if not inside else functools.partial(strategy.run, block)
-        with pytest.raises(tmg.TfMultiGpuError, match=r"once, for all of them.*window\.reduce"):
-            call(([parts],) if inside else [parts])
+        with pytest.raises(tmg.TfMultiGpuError, match=told):
+            block([parts])
+        with pytest.raises(tmg.TfMultiGpuError, match=told):
+            strategy.run(block, args=([parts],))
     with pytest.raises(tmg.TfMultiGpuError, match="no gradient for 1 variables"):
         tmg.apply_reduced_gradients(optimizer, [None], variables)
     foreign = keras.optimizers.Adam(1.0)
@@ -145,12 +138,9 @@ def test_parts_of_a_gradient_are_refused_by_each_block(inside):
     assert variables[0].numpy().tolist() == [0.0]
 
 
-def test_what_is_refused():
-    with pytest.raises(tmg.TfMultiGpuError, match="Received: a list, no variables"):
-        tmg.GradientAccumulator([])
+# Other arguments: promises/test_bad_input.py.
+def test_where_blocks_are_refused():
     strategy, _, accumulator = accumulator_of(2, [0.0])
-    with pytest.raises(tmg.TfMultiGpuError, match="Received: 2 gradients for 1 variables"):
-        accumulator.add([None, None], 1.0)
     with (
         strategy.scope(),
         pytest.raises(tmg.TfMultiGpuError, match="add is for each replica"),
@@ -167,3 +157,41 @@ def test_what_is_refused():
     assert one.run(alone.reduce)[0][0].numpy().tolist() == [0.5]
     with one.scope(), pytest.raises(tmg.ScopeError, match="another scope"):
         accumulator.reduce()
+
+
+# Loss scales: one verdict about the global gradient. Overflows: promises/test_overflow.py --------
+
+
+# Fails if gradients are divided by the rows after they were added, not before they were rounded.
+def test_large_batches_do_not_overflow_float16() -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(4, dtype="mixed_float16")]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    random = np.random.default_rng(17)
+    x, y = random.normal(size=(4096, 6)).astype("float32"), random.integers(0, 4, 4096)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    run = Replicated(2, build, keras.optimizers.SGD, loss, loss_scale=2.0**15, verify=False)
+    assert [log["skipped"] for log in run.train([(x, y)] * 3).logs] == [0, 0, 0]
+
+
+def test_a_dynamic_scale_halves_doubles_and_stays_in_bounds() -> None:
+    def dynamic(scale: float, good_steps: int = 0) -> LossScale:
+        own = LossScale(scale, growth_steps=3)
+        own.good_steps.assign(good_steps)
+        return own
+
+    scale, seen = dynamic(8.0), []
+    for finite in (True, True, True, True, False, True, True, True):
+        scale.update(tf.constant(finite))
+        seen.append((float(scale.value()), int(scale.good_steps)))
+    assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (8, 0), (8, 1), (8, 2), (16, 0)]
+    low, high = dynamic(1.5), dynamic(3e38, good_steps=2)
+    for expected in (1.0, 1.0):
+        low.update(tf.constant(False))
+        assert float(low.value()) == expected
+    high.update(tf.constant(True))
+    assert np.isfinite(float(high.value()))
+    fixed = LossScale(64, growth_steps=None)
+    fixed.update(tf.constant(False))
+    assert float(fixed.value()) == 64.0

@@ -117,13 +117,8 @@ def test_names():
     for name in ("mse", "MeanSquaredError", "mean_squared_error"):
         total, weight = add_shards(name, OTHER, REAL)
         assert float(total / weight) == pytest.approx(np.mean((OTHER - REAL) ** 2), rel=1e-6)
-    for name, labels, text in (
-        ("circle", CLASSES, "couples the examples of a batch"),
-        ("dice", OTHER, "is one number for a batch"),  # By default it is over the whole batch.
-        ("mean_squared_eror", OTHER, "Could not interpret"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            tmg.loss_sum(name, labels, REAL)
+    with pytest.raises(ValueError, match="Could not interpret"):
+        tmg.loss_sum("mean_squared_eror", OTHER, REAL)
 
 
 def test_labels_and_predictions_that_differ_by_an_axis_of_one():
@@ -138,28 +133,7 @@ def test_labels_and_predictions_that_differ_by_an_axis_of_one():
         assert float(total / weight) == pytest.approx(truth, rel=1e-6), loss
 
 
-def test_masks():
-    """Shards whose masks keep different numbers of elements, one shard without rows."""
-    tokens = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0], [1, 1, 1], [0, 0, 0], [2, 0, 0]])
-    features = np.repeat(tokens[..., None], 2, axis=-1).astype("float32")
-    labels = _random.integers(0, 2, (ROWS, 3))
-    token_weights = _random.uniform(0.5, 2.0, (ROWS, 3)).astype("float32")
-    masking = keras.layers.Masking()
-    for reduction, weights in itertools.product(REDUCTIONS, (None, token_weights)):
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-        truth = loss(labels, masking(features), sample_weight=weights)
-        shards = [
-            tmg.loss_sum(
-                loss, labels[i:j], masking(features[i:j]), None if weights is None else weights[i:j]
-            )
-            for i, j in ((0, 2), (2, 2), (2, 6), (6, 7))
-        ]
-        total = sum(float(shard.sum) for shard in shards)
-        weight = 1.0 if reduction == "sum" else sum(float(shard.weight) for shard in shards)
-        case = reduction, "plain" if weights is None else "weighted"
-        assert total / weight == pytest.approx(float(truth), rel=1e-6), case
-
-
+# Masks that a layer computed: tests/promises/test_weights.py.
 def test_a_loss_that_masks_its_own_values():
     assert len({(CLASSES[i:j] == 0).mean() for i, j in SHARDS}) > 1, "shards must differ"
     for reduction in REDUCTIONS:
@@ -167,6 +141,19 @@ def test_a_loss_that_masks_its_own_values():
         total, weight = add_shards(loss, CLASSES, SIMPLEX)
         expected = float(loss(CLASSES, SIMPLEX))
         assert float(total / weight) == pytest.approx(expected, rel=1e-6), reduction
+
+
+def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is():
+    labels, predictions = _random.integers(0, 3, (ROWS, 5)), _random.normal(size=(ROWS, 5, 3))
+
+    def flat(y, p, sample_weight=None):
+        y, p = tf.reshape(y, [-1]), tf.reshape(p, [-1, 3])
+        y, p = tf.boolean_mask(y, y > 0), tf.boolean_mask(p, y > 0)
+        return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+    total, weight = add_shards(flat, labels, predictions)
+    assert float(weight) == (labels > 0).sum()
+    assert float(total) == pytest.approx(float(tf.reduce_sum(flat(labels, predictions))), rel=1e-6)
 
 
 def test_without_a_reduction_a_loss_is_the_mean_of_its_values():
@@ -184,28 +171,114 @@ def test_without_a_reduction_a_loss_is_the_mean_of_its_values():
             assert float(total / weight) == pytest.approx(mean, rel=1e-5), (name, reduction)
 
 
+# Rows are paired with rows: as one device gives, or an error, whatever a shard's size -------------
+
+LABEL_AXES = ("B", "B1", "BT")
+PREDICTION_AXES = ("B", "B1", "BT", "BT1")
+WEIGHT_AXES = (None, "B", "B1", "BT")
+
+
+class Elementwise(keras.losses.Loss):
+    """What people write, without bringing its arguments to one rank as Keras' own losses do."""
+
+    def call(self, y_true, y_pred):
+        return tf.square(y_true - y_pred)
+
+
+PAIRED = {
+    "weighted mean": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+    "classes": keras.losses.SparseCategoricalCrossentropy(),
+}
+
+
+def shape_of(kind, rows, length):
+    return [{"B": rows, "T": length, "1": 1}[axis] for axis in kind]
+
+
+def one_device(loss, tensors):
+    """What Keras gives; None where it raises."""
+    try:
+        return float(loss(*tensors))
+    except (ValueError, tf.errors.InvalidArgumentError):
+        return None
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_equal_to_one_device_or_refused(name):
+    """No weight counts along another axis than on one device, for no number of rows and shards."""
+    loss, outcomes = PAIRED[name], {"equal": 0, "refused by both": 0, "refused": 0}
+    dtypes = ["int32" if name == "classes" else "float32", "float32", "float32"]
+    for y, p, w, length in itertools.product(LABEL_AXES, PREDICTION_AXES, WEIGHT_AXES, (2, 3)):
+        if name != "classes" and len(y.rstrip("1")) != len(p.rstrip("1")):
+            continue  # An error on one device, and on most shards.
+        kinds = [kind for kind in (y, p, w) if kind is not None]
+        specs = [
+            tf.TensorSpec([None, *shape_of(kind, 0, length)[1:]], dtype)
+            for kind, dtype in zip(kinds, dtypes, strict=False)
+        ]
+        function = tf.function(lambda *args: tmg.loss_sum(loss, *args), specs, autograph=False)
+        try:
+            traced = function.get_concrete_function()
+        except ValueError:
+            traced = None
+        for rows, shards in itertools.product((2, 3, 4, 5, 6), (2, 3)):
+            # As integers they are the one class that predictions of any length have.
+            tensors = [
+                tf.cast(_random.uniform(0.1, 0.9, shape_of(kind, rows, length)), dtype)
+                for kind, dtype in zip(kinds, dtypes, strict=False)
+            ]
+            expected, what = one_device(loss, tensors), (name, y, p, w, length, rows, shards)
+            if traced is None:
+                outcomes["refused by both" if expected is None else "refused"] += 1
+                continue
+            ends = [rows * i // shards for i in range(shards + 1)]
+            pairs = [traced(*[t[i:j] for t in tensors]) for i, j in itertools.pairwise(ends)]
+            result = float(sum(pair.sum for pair in pairs) / sum(pair.weight for pair in pairs))
+            assert expected is not None, f"{what}: an error on one device, {result} on replicas"
+            assert result == pytest.approx(expected, rel=1e-5), what
+            outcomes["equal"] += 1
+    assert min(outcomes.values()) > 0, outcomes
+
+
+def test_rows_that_are_compared_by_accident():
+    """[rows] - [rows, 1] is [rows, rows]: on one device it is trained without a word."""
+    labels, predictions = tf.TensorSpec([None]), tf.TensorSpec([None, 1])
+    function = tf.function(lambda t, p: tmg.loss_sum(Elementwise(), t, p), autograph=False)
+    with pytest.raises(tmg.errors.LossError, match="pairs each row with every row"):
+        function.get_concrete_function(labels, predictions)
+
+
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_a_loss_that_returns_a_scalar_is_refused():
-    def dice(y_true, y_pred):
-        return 1.0 - 2.0 * tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_true + y_pred)
-
-    with pytest.raises(tmg.errors.LossError) as caught:
-        tmg.loss_sum(dice, OTHER, REAL)
-    message = str(caught.value)
-    assert "The loss 'dice' is one number for a batch" in message
-    assert "Received: shape ()" in message
-    assert "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)" in message
-    with pytest.raises(tmg.errors.LossError, match="is one number for a batch"):
-        tmg.loss_sum(keras.losses.Dice(), MASKS, IMAGES)
+def of_a_batch(y_true, y_pred):
+    return 1.0 - 2.0 * tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_true + y_pred)
 
 
-def test_predictions_without_a_last_axis_are_refused():
-    y, p = OTHER[:, 0], REAL[:, 0]
-    for loss, weights in (("mse", None), ("mse", WEIGHTS), (keras.losses.KLDivergence(), None)):
-        with pytest.raises(tmg.errors.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
-            tmg.loss_sum(loss, y, p, weights)
+WEIGHTED_MEAN = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+AXES, FILL = r"y_true\[:, None\] and y_pred\[:, None\]", r"tf\.fill\(tf\.shape\(y_pred\)\[:1\]"
+ONE_NUMBER = r"'of_a_batch' is one number for a batch.*shape \(\).*reduce_mean\(tf\.square"
+
+
+@each(
+    ("arguments", "said"),
+    [
+        (("circle", CLASSES, REAL), "couples the examples of a batch"),
+        (("dice", OTHER, REAL), "is one number for a batch"),  # By default it is over all rows.
+        ((of_a_batch, OTHER, REAL), ONE_NUMBER),
+        ((keras.losses.Dice(), MASKS, IMAGES), "is one number for a batch"),
+        # Predictions without a last axis.
+        (("mse", OTHER[:, 0], REAL[:, 0]), AXES),
+        (("mse", OTHER[:, 0], REAL[:, 0], WEIGHTS), AXES),
+        ((keras.losses.KLDivergence(), OTHER[:, 0], REAL[:, 0]), AXES),
+        # Weights without rows have no sum that divides.
+        ((WEIGHTED_MEAN, OTHER, REAL, 2.0), FILL),
+        ((WEIGHTED_MEAN, OTHER, REAL, np.ones((1,), "float32")), FILL),
+    ],
+)
+def test_what_is_no_sum_over_rows(arguments, said):
+    with pytest.raises(tmg.errors.LossError, match=said):
+        tmg.loss_sum(*arguments)
 
 
 LOSSES_OF_PAIRS = {
@@ -231,21 +304,3 @@ def test_a_mean_of_means_is_told(target):
     assert replica(tf.ones([2, 1])).shape == (2, 1)  # One device is told nothing.
     with tells.get(target, contextlib.nullcontext()):
         tf.function(lambda: strategy_of(2).run(replica, [tf.ones([2, 1])]), autograph=False)()
-
-
-def test_a_loss_that_has_lost_its_rows_is_refused():
-    specs = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
-
-    def over_rows(y_true, y_pred):
-        return tf.reduce_mean(tf.square(y_true - y_pred), axis=0)
-
-    function = tf.function(lambda t, p: tmg.loss_sum(over_rows, t, p), autograph=False)
-    with pytest.raises(tmg.errors.LossError, match=r"Received: shape \(3,\)"):
-        function.get_concrete_function(*specs)
-
-
-def test_weights_without_rows_have_no_sum_that_divides():
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    for weights in (2.0, np.ones((1,), "float32")):
-        with pytest.raises(tmg.errors.LossError, match=r"tf\.fill\(tf\.shape\(y_pred\)\[:1\]"):
-            tmg.loss_sum(loss, OTHER, REAL, weights)

@@ -1,11 +1,19 @@
-"""The stock optimizer, called once for all replicas, does what it does on one device."""
+"""The stock optimizer, called once for all replicas, does what it does on one device.
+
+Owners of variables in steps: where state is, how it is saved, and why there are none. Their results
+are in tests/promises/test_shard_update.py too.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,17 +21,26 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from each import each
+from forced_addition import forcing_addition
+from hypothesis import given, strategies as st
+from law.model import regression, small
+from law.pair import Pair
+from one_device import ByHand, Replicated, cut, unused_strategy
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.update import apply_reduced_gradients, choose_update, update_of
-from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.accumulation.replicated import assign_owners
+from tfmultigpu.accumulation.update import (
+    PAYS_FROM,
+    PAYS_FROM_VARIABLES,
+    apply_reduced_gradients,
+    choose_update,
+    update_of,
+)
 
 optimizers = keras.optimizers
-SHAPES = {"a/kernel": (4, 3), "a/bias": (3,), "b/kernel": (3, 5), "b/bias": (5,)}
 EMA = {"use_ema": True, "ema_momentum": 0.8}
 # Clipping, decay, averages and their overwriting all act in three steps.
 EVERYTHING = {"global_clipnorm": 0.3, "weight_decay": 0.1, "ema_overwrite_frequency": 2, **EMA}
-TRAINED = ([0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3])  # The second step has one layer frozen.
 
 
 class Centered(optimizers.SGD):
@@ -40,160 +57,58 @@ class Centered(optimizers.SGD):
 
 
 def several() -> Any:
-    biases = optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3)
-    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(0.05), {
-        ".*bias": biases
-    }))  # fmt: skip
+    kernels, biases = optimizers.Adam(0.05), optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3)
+    return optimizers.MultiOptimizer(
+        lambda variable: biases if "bias" in variable.name else kernels
+    )
 
 
-decay = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-CASES: dict[str, Callable[[], Any]] = {
-    "AdamW, schedule, overwriting": lambda: optimizers.AdamW(
-        decay, weight_decay=0.1, ema_overwrite_frequency=2, **EMA
-    ),
-    "SGD, clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
-    "Adam, global_clipnorm": lambda: optimizers.Adam(0.05, amsgrad=True, global_clipnorm=0.3),
-    "Muon": lambda: optimizers.Muon(0.05),
-    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Lamb(0.05)),
-    "MultiOptimizer": several,
-    "own class": lambda: Centered(0.05, momentum=0.9),
-}
-WRAPPERS = {"LossScaleOptimizer", "MultiOptimizer"}
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
     name: functools.partial(make, 0.05, **EVERYTHING)
     for name, make in vars(optimizers).items()
     if inspect.isclass(make) and issubclass(make, optimizers.Optimizer)
-    if name not in {"Optimizer", *WRAPPERS}
+    # Muon, which computes in float32 alone, is in tests/invariance/test_optimizers.py.
+    if name not in {"Optimizer", "LossScaleOptimizer", "MultiOptimizer", "Muon"}
+} | {
+    "a schedule": lambda: optimizers.AdamW(optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)),
+    "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
+    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Lamb(0.05)),
+    "MultiOptimizer": several,
+    "own class": lambda: Centered(0.05, momentum=0.9),
+    "own class, owned": lambda: Centered(0.05, momentum=0.9),
 }
-WAYS = ((2, "owned"), (3, "owned"), (3, "replicated"), (2, "collective"))
-
-
-def variables_of(optimizer: Any) -> list[Any]:
-    variables = []
-    for i, (name, shape) in enumerate(SHAPES.items()):
-        value = np.random.default_rng(i).normal(size=shape).astype("float32")
-        variables.append(keras.Variable(value, name=name.replace("/", "_")))
-    variables[2].constraint = keras.constraints.MaxNorm(0.9)
-    return variables
-
-
-def gradients_of(step: int, numbers: list[int]) -> list[tf.Tensor]:
-    shapes = list(SHAPES.values())
-    return [
-        tf.constant(np.random.default_rng([step, i]).normal(size=shapes[i]), tf.float32)
-        for i in numbers
-    ]
-
-
-def on_one_device(make: Callable[[], Any]) -> list[np.ndarray]:
-    optimizer = make()
-    variables = variables_of(optimizer)
-    optimizer.build(variables)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    inner.loss_scale_factor = None
-    for step, numbers in enumerate(TRAINED):
-        pairs = list(zip(gradients_of(step, numbers), [variables[i] for i in numbers], strict=True))
-        parts = getattr(inner, "optimizers", None)
-        for part in parts or [inner]:
-            known = {id(variable) for variable in part._trainable_variables}
-            own = [pair for pair in pairs if id(pair[1]) in known]
-            part.apply(*map(list, zip(*own, strict=True)))
-        if parts:
-            inner.iterations.assign_add(1)
-    return [variable.numpy() for variable in (*variables, *optimizer.variables)]
-
-
-def strategy_of(replicas: int) -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
-
-
-def built(strategy: Any, make: Callable[[], Any], shard: Any = "auto") -> tuple[Any, Any, Any]:
-    with strategy.scope():
-        optimizer = make()
-        variables = variables_of(optimizer)
-    return optimizer, variables, choose_update(optimizer, variables, strategy, shard)
-
-
-def assert_copies_agree(strategy: Any, variables: list[Any]) -> None:
-    for variable in variables:
-        copies = [copy.numpy() for copy in strategy.experimental_local_results(variable.value)]
-        for copy in copies:
-            np.testing.assert_array_equal(copy, copies[0], variable.path)
-
-
-def on_replicas(make: Callable[[], Any], replicas: int, way: str) -> list[np.ndarray]:
-    strategy = strategy_of(replicas)
-    optimizer, variables, update = built(strategy, make, way == "owned")
-    assert update.owned == (way == "owned")
-
-    @tf.function
-    def apply(gradients: Any, numbers: Any, where: Any) -> None:
-        trained = [variables[i] for i in numbers]
-        if way != "collective":
-            apply_reduced_gradients(optimizer, gradients, trained, where=where)
-        elif where:  # As a step has them, if replicas share no memory.
-            copies = [per_replica(strategy, [tf.identity(g)] * replicas) for g in gradients]
-            update.apply(copies, trained)
-
-    for step, numbers in enumerate(TRAINED):
-        apply(gradients_of(step, numbers), tuple(numbers), tf.constant(True))
-        apply(gradients_of(9, numbers), tuple(numbers), tf.constant(False))
-    state = [*variables, *optimizer.variables]
-    assert_copies_agree(strategy, state)
-    return [variable.numpy() for variable in state]
+WAYS = ((2, "owned"), (3, "collective"), (3, "owned"), (2, "in memory"))
 
 
 # Fails if an owner misses an update or another replica repeats it, if per-replica gradients are
-# not clipped, a counter counts replicas, or a step that ``where`` forbids changes anything.
-@pytest.mark.parametrize("case", CASES)
-def test_an_update_is_that_of_one_device(case: str) -> None:
-    hold(CASES[case], WAYS)
-
-
-def hold(make: Callable[[], Any], ways: Sequence[tuple[int, str]]) -> None:
-    expected = on_one_device(make)
-    for replicas, way in ways:
-        actual = on_replicas(make, replicas, way)
-        for value, wanted in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(value, wanted, rtol=2e-6, atol=1e-6, err_msg=way)
-
-
-# Fails if an optimizer of Keras, of this version or the next, does what others do not.
+# not clipped, a counter counts replicas, or an optimizer of Keras, of this version or the next,
+# does what others do not.
 @each(("name", "way"), zip(OPTIMIZERS, itertools.cycle(WAYS)))
-def test_every_optimizer_of_keras_with_everything_set(name: str, way: tuple[int, str]) -> None:
-    hold(OPTIMIZERS[name], [way])
+def test_every_optimizer_of_keras_updates_as_on_one_device(name: str, way: tuple[int, str]) -> None:
+    replicas, how = way
+    batches = regression((7, 1, 5))
+    build = lambda: small(OPTIMIZERS[name]())  # noqa: E731
+    with forcing_addition("collective" if how == "collective" else "in memory"):
+        pair = Pair(build, batches[0], replicas, shard_update=how == "owned", verify=False)
+        pair.plain.train(batches)
+        for shards in pair.shards(batches):
+            pair.step(shards)
+    assert pair.step.update.owned == (how == "owned")
+    pair.assert_same()
 
 
-# Fails if averages of owners are read or written where they are not, or not copied.
-@pytest.mark.parametrize("shard", [True, False])
-def test_methods_of_keras_swap_and_finish_averages(shard: bool) -> None:
-    strategy = strategy_of(2)
-    optimizer, variables, update = built(strategy, lambda: optimizers.Adam(0.05, **EMA), shard)
-    for step in range(2):
-        apply_reduced_gradients(optimizer, gradients_of(step, [0, 1, 2, 3]), variables)
-    averages = optimizer._model_variables_moving_average
-    before = [[one.numpy() for one in group] for group in (variables, averages)]
-    callback = keras.callbacks.SwapEMAWeights()
-    with update.updating():
-        callback._tf_swap_variables(optimizer)
-    for group, values in ((averages, before[0]), (variables, before[1])):
-        for variable, value in zip(group, values, strict=True):
-            np.testing.assert_allclose(variable.numpy(), value, atol=1e-6)
-    assert_copies_agree(strategy, variables)
-    with update.updating():
-        callback._tf_finalize_ema_values(optimizer)
-        averages[0].assign_add(averages[0])
-        optimizer.finalize_variable_values(variables)
-    np.testing.assert_array_equal(variables[0].numpy(), averages[0].numpy())
-    np.testing.assert_allclose(variables[0].numpy(), 2 * before[1][0], atol=1e-6)
-    assert_copies_agree(strategy, variables)
+def built(make: Callable[[], Any], shard: Any = "auto") -> tuple[Any, Any, Any, Any]:
+    strategy = unused_strategy(2)
+    with strategy.scope():
+        optimizer = make()
+        variables = [keras.Variable(np.ones(shape, "float32")) for shape in ((4, 3), (3,))]
+    return strategy, optimizer, variables, choose_update(optimizer, variables, strategy, shard)
 
 
 # Fails if replicas could change a state that exists once, or change it N times in silence.
 def test_what_replicas_may_not_call() -> None:
-    strategy = strategy_of(2)
-    optimizer, variables, _ = built(strategy, several, True)
-    gradients = gradients_of(0, [0, 1, 2, 3])
+    strategy, optimizer, variables, _ = built(several, True)
+    gradients = [tf.ones(variable.shape) for variable in variables]
     for part in (optimizer, *optimizer.optimizers):
         with pytest.raises(tmg.TfMultiGpuError, match=r"exists once.*tmg\.apply_reduced_grad"):
             strategy.run(part.apply, args=(gradients, variables))
@@ -201,20 +116,138 @@ def test_what_replicas_may_not_call() -> None:
         strategy.run(apply_reduced_gradients, args=(optimizer, gradients, variables))
 
 
-# Fails if a second step of an optimizer would move its state.
+# Swapped and finished averages of owners: tests/loops/test_epochs.py. Fails if a second step of an
+# optimizer would move its state.
 def test_an_update_is_chosen_once() -> None:
-    strategy = strategy_of(2)
-    optimizer, variables, update = built(strategy, lambda: optimizers.Adam(0.1), True)
+    strategy, optimizer, variables, update = built(lambda: optimizers.Adam(0.1), True)
     assert choose_update(optimizer, variables[:1], strategy) is update is update_of(optimizer)
-    with pytest.raises(
-        tmg.TfMultiGpuError, match=r"shard_update=False came too late.*shard_update=True"
-    ):
+    told = r"shard_update=False came too late.*shard_update=True"
+    with pytest.raises(tmg.TfMultiGpuError, match=told):
         choose_update(optimizer, variables, strategy, False)
-    other = variables_of(optimizer)
-    with pytest.raises(tmg.errors.ScopeError, match=r"built for other variables"):
-        choose_update(optimizer, other, strategy)
     with strategy.scope():
+        other = [keras.Variable(np.ones(3))]
         replicated = optimizers.Adam(0.1)
         replicated.build(variables)
+    with pytest.raises(tmg.errors.ScopeError, match=r"built for other variables"):
+        choose_update(optimizer, other, strategy)
     with pytest.raises(tmg.TfMultiGpuError, match=r"shard_update=True.*was built before"):
         choose_update(replicated, variables, strategy, True)
+
+
+# In steps -----------------------------------------------------------------------------------------
+
+_random = np.random.default_rng(11)
+X = _random.normal(size=(64, 6)).astype("float32")
+Y = _random.integers(0, 4, 64)
+BATCHES = cut((X, Y), [7, 33])
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mlp(width: int = 5) -> keras.Model:
+    norm = keras.constraints.MaxNorm(0.9)
+    hidden = keras.layers.Dense(width, "tanh", kernel_regularizer="l2", kernel_constraint=norm)
+    return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(4)])
+
+
+def adam() -> Any:
+    return optimizers.Adam(0.01)
+
+
+# Fails if state is on every replica, on one alone, or has other names than on one device: then
+# checkpoints would not fit.
+def test_state_exists_once_and_is_spread_by_size() -> None:
+    make = functools.partial(optimizers.AdamW, 0.01, use_ema=True)
+    run = Replicated(3, mlp, make, LOSS, shard_update=True)
+    shared = {id(run.optimizer.iterations), id(run.optimizer.learning_rate)}
+    slots = [v for v in run.optimizer.variables if id(v) not in shared]
+    assert len(slots) == 3 * 4  # Average, momentum and velocity of four variables.
+    numbers: Counter[str] = Counter()
+    for slot in slots:
+        assert len(run.strategy.experimental_local_results(slot.value)) == 1
+        numbers[slot.value.device] += int(np.prod(slot.shape))
+    # Kernels of 30 and 20, biases of 5 and 4 numbers, three slots each.
+    assert sorted(numbers.values()) == [3 * 9, 3 * 20, 3 * 30]
+    device = ByHand(mlp, make, LOSS)
+    device.optimizer.build(device.model.trainable_variables)
+    of_device, of_run = (
+        [re.sub(r"_\d+", "", v.path) for v in one.optimizer.variables] for one in (device, run)
+    )
+    assert of_device == of_run
+
+
+# Fails if a second step moves state, or a step keeps its optimizer or a graph that it traced alive.
+def test_a_second_step_and_the_end_of_both() -> None:
+    graphs: list[Any] = []
+
+    def loss(labels: Any, outputs: Any) -> Any:
+        graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+
+    run = Replicated(2, mlp, adam, loss, shard_update=True)
+    run.step(BATCHES[0])
+    again = tmg.make_train_step(run.model, run.optimizer, loss, run.strategy)
+    assert again.update is run.step.update
+    assert again.update.owned
+    again(BATCHES[1])
+    gone = weakref.ref(run.optimizer)
+    assert any(graph() is not None for graph in graphs)  # The verified one is gone with its twin.
+    del run, again
+    gc.collect()
+    gc.collect()
+    assert gone() is None
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+
+
+# Fails if it is chosen otherwise than measured, or the reason is not told.
+def test_where_it_is_faster_it_is_done() -> None:
+    on = f"it is faster from {PAYS_FROM:,} numbers, or {PAYS_FROM_VARIABLES} variables, on"
+    large = lambda: mlp(PAYS_FROM // 10)  # noqa: E731
+
+    def deep() -> keras.Model:
+        layers = [keras.layers.Dense(1) for _ in range(PAYS_FROM_VARIABLES // 2)]
+        return keras.Sequential([keras.Input((1,)), *layers])
+
+    def update(build: Callable[[], Any], replicas: int = 2, **options: Any) -> Any:
+        return Replicated(replicas, build, adam, "mse", **options).step.update
+
+    small, chosen, alone = update(mlp), update(large), update(large, 1, shard_update=True)
+    count = 11 * (PAYS_FROM // 10) + 4
+    assert (small.owned, small.reason) == (False, f"59 trained numbers in 4 variables: {on}")
+    assert (chosen.owned, chosen.reason) == (
+        True,
+        f"{count:,} trained numbers in 4 variables: {on}",
+    )
+    assert update(deep).owned
+    assert not update(large, shard_update=False).owned
+    assert (alone.owned, alone.reason) == (False, "there is one replica")
+
+
+class Halving(optimizers.schedules.LearningRateSchedule):
+    """A schedule with a state of its own, which asking it advances."""
+
+    def __init__(self) -> None:
+        self.rate = keras.Variable(1.0)
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        self.rate.assign(self.rate * 0.5)
+        return tf.convert_to_tensor(self.rate)
+
+
+def test_a_learning_rate_with_a_state_is_asked_once_per_update() -> None:
+    for as_function in (False, True):
+        weight, rate = keras.Variable([1.0]), Halving()
+        optimizer = optimizers.SGD((lambda rate=rate: rate(None)) if as_function else rate)
+        optimizer.build([weight])
+        for _ in range(2):
+            tmg.apply_reduced_gradients(optimizer, [tf.constant([0.5])], [weight])
+        assert float(rate.rate.numpy()) == 0.25
+        assert float(weight.numpy()[0]) == 1.0 - 0.5 * (0.5 + 0.25)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_no_owner_has_much_more_than_its_part(sizes: list[int], owners: int) -> None:
+    chosen = assign_owners(sizes, owners)
+    loads = [sum(s for s, o in zip(sizes, chosen, strict=True) if o == i) for i in range(owners)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= sum(sizes) / owners + max(sizes, default=0)
+    assert assign_owners([5, 5, 5, 5, 1], 2) == (0, 1, 0, 1, 0)
