@@ -1,42 +1,42 @@
 """Processes for tests: forks of one process that has imported TensorFlow, a start in a second.
 
-``pool()`` is that process, one for each process of pytest. A worker keeps running until it is told
-to end, and calls functions that tests name; they are found by import, as pickle does.
+The fork server of Python is that process, one for each process of pytest. A worker keeps running
+until it is told to end, and calls functions that tests name; they are found by import.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
-import importlib.util
 import json
+import multiprocessing
 import os
-import pickle
 import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SECONDS = 120.0  # A limit for what hangs, far above what anything takes.
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # TensorFlow switches oneDNN on by the kind of CPU, and errors differ with it.
 _SETTINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_ENABLE_ONEDNN_OPTS": "1",
 }
+_processes = multiprocessing.get_context("forkserver")
+_lock = threading.Lock()  # Whether a process has ended is read from a pipe, and only once.
 
 
 class WorkerRaised(Exception):
@@ -56,22 +56,27 @@ class Worker:
     """A process that calls functions, one after the other.
 
     Attributes:
-        pid: Its number.
         log: What it prints goes there.
     """
 
-    def __init__(self, pool: Pool, pid: int, connection: Connection, log: Path) -> None:
-        self.pid, self.log = pid, log
-        self._pool, self._connection = pool, connection
+    def __init__(self, log: Path, environment: dict[str, str]) -> None:
+        self.log = log
+        self._connection, theirs = _processes.Pipe()
+        arguments: Any = (theirs, str(log), environment)
+        self._process = _processes.Process(target=_be_worker, args=arguments)
+        with _lock:
+            self._process.start()
+        theirs.close()
 
     @property
     def code(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""
-        return self._pool.codes.get(self.pid)
+        with _lock:
+            return self._process.exitcode
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Starts a call; ``result`` waits for it."""
-        self._connection.send_bytes(pickle.dumps((function, arguments)))
+        self._connection.send((function, arguments))
 
     def result(self, seconds: float = SECONDS) -> Any:
         """Returns what the call returned.
@@ -86,7 +91,7 @@ class Worker:
                 raise WorkerRaised([f"exit code {self.code}"], self.printed())
             assert time.monotonic() < end, f"no result in {seconds} s: {self.printed()}"
         try:
-            kind, *values = pickle.loads(self._connection.recv_bytes())
+            kind, *values = self._connection.recv()
         except EOFError:
             raise WorkerRaised([f"exit code {self.wait()}"], self.printed()) from None
         if kind == "raised":
@@ -102,12 +107,12 @@ class Worker:
 
     def send_signal(self, number: int) -> None:
         if self.code is None:
-            os.kill(self.pid, number)
+            os.kill(int(self._process.pid or 0), number)
 
     def end(self) -> None:
         """Lets it end as a program does that has nothing left to do."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(None))
+            self._connection.send(None)
 
     def wait(self, seconds: float = SECONDS) -> int:
         """Waits for its end and returns the exit code."""
@@ -125,37 +130,19 @@ class Pool:
     """A process that has imported TensorFlow and makes forks of itself."""
 
     def __init__(self) -> None:
-        self.codes: dict[int, int] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        self._listener = Listener(str(self.folder / "socket"))
-        self._starting = threading.Lock()
-        library = importlib.util.find_spec("tfmultigpu")
-        assert library is not None
-        package = str(Path(str(library.origin)).parents[1])
-        paths = [package, *(path for path in sys.path if path and path != package)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        for name in ("TF_CONFIG", "PYTEST_XDIST_WORKER"):
-            environment.pop(name, None)
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "law.processes", str(self.folder / "socket")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment | _SETTINGS,
-            text=True,
-            bufsize=1,
-        )
-        threading.Thread(target=self._read_codes, daemon=True).start()
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
+        self._workers: list[Worker] = []
+        _processes.set_forkserver_preload(["numpy", "tensorflow", "keras"])
+        with mock.patch.dict(os.environ, _SETTINGS):
+            forkserver.ensure_running()
         atexit.register(self.close)
 
     def start(self, **environment: str) -> Worker:
         """Makes a process with these environment variables."""
-        log = self.folder / f"{time.monotonic_ns()}.log"
+        log = self._folder / f"{time.monotonic_ns()}.log"
         log.touch()
-        assert self._server.stdin is not None
-        with self._starting:
-            self._server.stdin.write(json.dumps([str(log), environment]) + "\n")
-            connection = self._listener.accept()
-        return Worker(self, pickle.loads(connection.recv_bytes()), connection, log)
+        self._workers.append(Worker(log, environment))
+        return self._workers[-1]
 
     def cluster(self, workers: int = 2, **environment: str) -> list[Worker]:
         """Makes processes whose TF_CONFIG names one another; they have not joined yet."""
@@ -167,16 +154,9 @@ class Pool:
 
     def close(self) -> None:
         """Ends all of them."""
-        self._listener.close()
-        self._server.kill()
-        self._server.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _read_codes(self) -> None:
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
-            pid, code = json.loads(line)
-            self.codes[pid] = code
+        for worker in self._workers:
+            worker.send_signal(signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 pool = functools.cache(Pool)
@@ -250,56 +230,42 @@ def unused_addresses(count: int) -> list[str]:
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
-def _serve(address: str) -> None:
-    """Makes forks until the input ends; each answers calls until its connection ends."""
-    import keras  # noqa: F401
-    import numpy as np  # noqa: F401
-    import tensorflow as tf  # noqa: F401
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for line in sys.stdin:
-        log, environment = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _be_worker(address, log, environment)
-        threading.Thread(target=_tell_end, args=(pid,), daemon=True).start()
-
-
-def _tell_end(pid: int) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.write(1, (json.dumps([pid, code]) + "\n").encode())
-
-
-def _be_worker(address: str, log: str, environment: dict[str, str]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _be_worker(connection: Connection, log: str, environment: dict[str, str]) -> None:
+    threading.Thread(target=_end_with_its_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for here, there in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(here, there)
-    os.environ.update(environment)
+    for there in (1, 2):
+        os.dup2(output, there)
+    for name in ("TF_CONFIG", "PYTEST_XDIST_WORKER"):
+        os.environ.pop(name, None)
+    os.environ.update({"PYTHONPATH": os.pathsep.join(sys.path)} | environment)
     status = 1
     try:
-        with Client(address) as connection:
-            connection.send_bytes(pickle.dumps(os.getpid()))
-            _answer(connection)
+        _answer(connection)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
-        _run_exit_functions()
+        with contextlib.suppress(Exception):  # Such as the goodbye of a worker.
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
+def _end_with_its_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _answer(connection: Connection) -> None:
     while True:
         try:
-            request = pickle.loads(connection.recv_bytes())
+            request = connection.recv()
         except EOFError:
             return
         if request is None:
@@ -311,14 +277,4 @@ def _answer(connection: Connection) -> None:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             answer = "raised", kinds, traceback.format_exc()
             traceback.print_exc()
-        connection.send_bytes(pickle.dumps(answer))
-
-
-def _run_exit_functions() -> None:
-    """Runs what the interpreter runs at its end, such as the goodbye of a worker."""
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])
+        connection.send(answer)

@@ -29,7 +29,11 @@ def names_of_parts(place: Place) -> dict[str, Any]:
 def communication(place: Place) -> dict[str, Any]:
     """NCCL cannot join two parts of one card: another way is chosen, and NCCL is refused."""
     plan = tmg.plan_strategy("mirrored", devices=list(place.devices))
-    judge_plan(plan)
+    assert plan.kind == "mirrored", plan
+    assert plan.communication in ("one_device", "hierarchical_copy"), (
+        f"{plan.communication} was chosen for parts of one device: {plan}"
+    )
+    assert "NCCL" in plan.communication_reason, plan.communication_reason
     said = ""
     try:
         tmg.create_strategy(devices=list(place.devices), communication="nccl", fallback=False)
@@ -44,15 +48,6 @@ def communication(place: Place) -> dict[str, Any]:
     )
     assert strategy.num_replicas_in_sync == len(place.devices)
     return {"communication": plan.communication, "reason": plan.communication_reason}
-
-
-def judge_plan(plan: tmg.strategies.StrategyPlan) -> None:
-    """Raises AssertionError where a plan for parts of one device would use NCCL."""
-    assert plan.kind == "mirrored", plan
-    assert plan.communication in ("one_device", "hierarchical_copy"), (
-        f"{plan.communication} was chosen for parts of one device: {plan}"
-    )
-    assert "NCCL" in plan.communication_reason, plan.communication_reason
 
 
 def shares_by_memory(place: Place) -> dict[str, Any]:
