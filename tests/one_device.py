@@ -155,6 +155,20 @@ class Replicated(_Trained):
                 np.testing.assert_array_equal(other.numpy(), first.numpy(), err_msg=variable.path)
 
 
+def graph_of(step: Any, batch: Any) -> tf.Graph:
+    """The graph of a step that is built: where and when it computes what."""
+    graphs: list[tf.Graph] = []
+
+    @tf.function
+    def look() -> Any:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return step(batch)
+
+    step(batch)
+    look()
+    return graphs[0]
+
+
 def plain(logs: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in logs.items()}
 

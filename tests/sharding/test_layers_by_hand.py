@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import ByHand, Replicated, assert_same, cut, graph_of, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.devices.names import parse_device_name
@@ -45,18 +46,10 @@ def test_all_is_computed_where_the_weights_are(pipeline: bool) -> None:
     step = tmg.make_train_step(
         build(), sgd, "mse", verify=False, features=by_hand(pipeline), **options
     )
-    graphs: list[Any] = []
-
-    @tf.function
-    def look(batch: Any) -> Any:
-        graphs.append(tf.compat.v1.get_default_graph())
-        return step(batch)
-
-    step((X[:6], Y[:6]))
-    look((X[:6], Y[:6]))
+    graph = graph_of(step, (X[:6], Y[:6]))
     devices: dict[str, set[str]] = {}
     large = set()
-    for operation in graphs[-1].get_operations():
+    for operation in graph.get_operations():
         device = parse_device_name(operation.device) if operation.device else ""
         if operation.type in ("MatMul", "TanhGrad", "BiasAddGrad"):
             layer = next(part for part in operation.name.split("/") if part.startswith("block_"))
@@ -70,27 +63,21 @@ def test_all_is_computed_where_the_weights_are(pipeline: bool) -> None:
 # Fails if a micro-batch without rows is added, or a weight or slot is another device's.
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_training_is_that_of_one_device(pipeline: bool) -> None:
-    results = []
-    for places in (PLACES, ALONE):
-        model = build(places)
-        adam = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
-        options = {"features": by_hand(pipeline), **PIPELINE} if places == PLACES else {}
-        metrics = [keras.metrics.MeanSquaredError()]
-        step = tmg.make_train_step(model, adam, "mse", metrics=metrics, verify=False, **options)
-        losses, begin = [], 0
-        for rows in (8, 7, 1, 2, 9):  # Also fewer rows than micro-batches.
-            batch = X[begin : begin + rows], Y[begin : begin + rows]
-            weights = np.arange(1.0, rows + 1, dtype="float32") / rows
-            losses.append(float(step((*batch, weights))["loss"]))
-            begin += rows
-        state = [one.numpy() for one in [*model.variables, *adam.variables]]
-        results.append([*state, np.array(losses), np.array(metrics[0].result())])
-        if places == PLACES:
-            for variable in model.trainable_variables:
-                slots = [one for one in adam.variables if one.shape == variable.shape]
-                assert variable.value.device in {one.value.device for one in slots}
-    for actual, value in zip(*results, strict=True):
-        np.testing.assert_allclose(actual, value, atol=2e-6)
+    adam = functools.partial(keras.optimizers.Adam, 0.01, global_clipnorm=0.5)
+    loss = keras.losses.MeanSquaredError()
+    sizes = (8, 7, 1, 2, 9)  # Also fewer rows than micro-batches.
+    batches = cut((X, Y, _random.uniform(size=30).astype("float32")), sizes)
+    expected = ByHand(functools.partial(build, ALONE), adam, loss).train(batches)
+    metric = keras.metrics.MeanSquaredError()
+    options = PIPELINE if pipeline else {}
+    run = Replicated(
+        1, build, adam, loss, metrics=[metric], features=by_hand(pipeline), verify=False, **options
+    )
+    assert_same(run.train(batches), expected, weights=2e-6)
+    assert float(metric.count) == sum(sizes)
+    for variable in run.model.trainable_variables:
+        slots = [one for one in run.optimizer.variables if one.shape == variable.shape]
+        assert variable.value.device in {one.value.device for one in slots}
 
 
 # Fails if nothing that can overlap is taken for a pipeline.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of, unused_strategy
+from one_device import ByHand, Replicated, assert_same, cut, strategy_of, unused_strategy
 
 import tfmultigpu as tmg
 from tfmultigpu.devices.names import parse_device_name
@@ -35,13 +36,10 @@ def crossentropy() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def sharded(make: Any, replicas: int = 2, **options: Any) -> Any:
-    """Makes it once for each replica count; on one device nothing is sharded."""
-    with strategy_of(replicas).scope():
-        if replicas == 1:
-            return make()
-        with tmg.sharded_variables(**{"at_least": 0, **options}):
-            return make()
+def sharded(make: Any) -> Any:
+    """Makes it sharded over two replicas."""
+    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+        return make()
 
 
 def device_of(variable: Any) -> str:
@@ -49,51 +47,44 @@ def device_of(variable: Any) -> str:
     return name
 
 
-def trained(replicas: int) -> list[np.ndarray]:
-    """Weights after averages, clipping, decay, a frozen layer and a last batch of one row."""
-    keras.utils.set_random_seed(3)
-    strategy, model = strategy_of(replicas), sharded(mlp, replicas)
-    with strategy.scope():
-        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1, weight_decay=0.1, **averages)
-        optimizer.build(model.trainable_variables)
-    assert all(is_sharded(one) == (replicas > 1) for one in model.trainable_variables)
-    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, verify=False)
-    for rows in (7, 1, 12):
-        model.layers[-1].trainable = rows != 12
-        step((NUMBERS[:rows], LABELS[:rows]))
-    return [np.asarray(one.numpy()) for one in [*model.weights, *optimizer.variables]]
-
-
 # Fails if a setting of an optimizer, built before, acts on a sharded variable N times or not.
 def test_settings_of_the_optimizer() -> None:
-    for actual, value in zip(trained(3), trained(1), strict=True):
-        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+    def build() -> Any:
+        several = tf.distribute.has_strategy()
+        with tmg.sharded_variables(at_least=0) if several else contextlib.nullcontext():
+            return mlp()
+
+    def adam() -> Any:
+        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        return keras.optimizers.Adam(0.01, clipnorm=0.1, weight_decay=0.1, **averages)
+
+    batches = cut((NUMBERS, LABELS), (7, 1, 12))
+    expected = ByHand(build, adam, crossentropy()).train(batches)
+    run = Replicated(3, build, adam, crossentropy(), verify=False)
+    assert all(is_sharded(variable) for variable in run.model.trainable_variables)
+    with run.strategy.scope():
+        run.optimizer.build(run.model.trainable_variables)
+    assert_same(run.train(batches), expected)
 
 
 # Fails if devices are not chosen by the memory that is given, or the table has other numbers.
 def test_devices_are_chosen_by_memory() -> None:
-    with (
-        unused_strategy(2).scope(),
-        tmg.sharded_variables(at_least=0, memory={"CPU:0": 3e6, "CPU:1": 1e6}),
-    ):
-        model = keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(12)]])
+    def on(*memory: float, make: Any) -> Any:
+        sizes = {f"CPU:{i}": size for i, size in enumerate(memory)}
+        with unused_strategy(2).scope(), tmg.sharded_variables(at_least=0, memory=sizes):
+            return make()
+
+    def deep(count: int) -> Any:
+        return keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(count)]])
+
+    model = on(3e6, 1e6, make=lambda: deep(12))
     places = [device_of(variable) for variable in model.variables if len(variable.shape) == 2]
     assert (places.count("CPU:0"), places.count("CPU:1")) == (9, 3)
-    with (
-        unused_strategy(2).scope(),
-        tmg.sharded_variables(at_least=0, memory={"CPU:0": 16, "CPU:1": 1000}),
-    ):
-        small_first = [keras.Variable(np.ones(size, "float32")) for size in (8, 2)]
-    assert {device_of(variable) for variable in small_first} == {"CPU:1"}
-    memory = {"CPU:0": 5000, "CPU:1": 5000}
+    made = on(16, 1000, make=lambda: [keras.Variable(np.ones(n, "float32")) for n in (8, 2)])
+    assert {device_of(variable) for variable in made} == {"CPU:1"}
     says = r"4,096 bytes, after CPU:0: .* of 5,000 bytes"
-    with (
-        pytest.raises(tmg.errors.DataError, match=says),
-        unused_strategy(2).scope(),
-        tmg.sharded_variables(memory=memory, at_least=0),
-    ):
-        keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(4)]])
+    with pytest.raises(tmg.errors.DataError, match=says):
+        on(5000, 5000, make=lambda: deep(4))
 
 
 # Fails if a model that nobody uses is still counted.
