@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_pairs import BATCHES, KIND, ROWS, SIZE, WEIGHT, X, known, pair
+from fit_pairs import KIND, ROWS, SIZE, WEIGHT, X, pair
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -118,29 +118,23 @@ class Of(keras.Model):
         return self.function(inputs)
 
 
-def of(function: Any, replicas: int = 2) -> Any:
-    with strategy_of(replicas).scope():
-        return Of(function)
-
-
-def test_ragged_outputs_stay_ragged() -> None:
+def test_ragged_outputs_stay_ragged_and_outputs_that_make_no_array_are_told() -> None:
     def repeated(inputs: Any) -> Any:
         lengths = tf.cast(inputs[:, 1], tf.int32)
         return tf.RaggedTensor.from_row_lengths(tf.repeat(inputs[:, 0], lengths), lengths)
 
-    x = np.stack([np.arange(ROWS), np.arange(ROWS) % 4], axis=1).astype("float32")
-    out = tmg.predict(of(repeated, 3), x, batch_size=5)
-    assert out.to_list() == [[float(i)] * (i % 4) for i in range(ROWS)]
-
-
-def test_outputs_that_make_no_array_are_told() -> None:
     def cut_off(inputs: Any) -> Any:
         return inputs[:, : tf.cast(tf.reduce_max(inputs), tf.int32)]
 
+    with strategy_of(3).scope():
+        ragged, odd = Of(repeated), Of(cut_off)
+    x = np.stack([np.arange(ROWS), np.arange(ROWS) % 4], axis=1).astype("float32")
+    out = tmg.predict(ragged, x, batch_size=5)
+    assert out.to_list() == [[float(i)] * (i % 4) for i in range(ROWS)]
     x = np.repeat([[2.0] * 4, [3.0] * 4], 4, axis=0)
     words = r"examples of shapes \[\(2,\), \(3,\)\]\. Return .*pad the inputs"
     with pytest.raises(tmg.errors.DataError, match=words):
-        tmg.predict(of(cut_off), x, batch_size=4)
+        tmg.predict(odd, x, batch_size=4)
 
 
 class Noted(keras.callbacks.Callback):
@@ -172,64 +166,3 @@ def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> Non
     assert ours.calls == theirs.calls
     np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
     assert len(predicted) == rows
-
-
-# What is refused ----------------------------------------------------------------------------------
-
-
-def test_wrong_data() -> None:
-    model, _ = pair(3)
-    dataset = known()
-    other = tmg.distribute_dataset(dataset, strategy_of(2))
-    every: list[Any] = [
-        (tmg.evaluate, dataset.repeat(), {}, r"has no end.*steps=100, or leave out \.repeat"),
-        (tmg.predict, dataset.take(0), {}, "The data has no batches"),
-        (tmg.predict, X[:0], {}, "The data has no batches"),
-        (tmg.evaluate, dataset, {"sample_weight": WEIGHT}, "sample_weight works only for arrays"),
-        (tmg.evaluate, dataset, {"batch_size": 3}, r"batch_size=3"),
-        (tmg.predict, iter(BATCHES), {}, "An iterator can be read once"),
-        (tmg.predict, other, {}, "distributed for another strategy than that of the"),
-    ]
-    for call, data, options, words in every:
-        with pytest.raises(tmg.errors.DataError, match=words):
-            call(model, data, **options)
-    for steps in (0, -1, 2.5):
-        with pytest.raises((TypeError, ValueError), match=r"at least 1, or None\. .*: steps="):
-            tmg.evaluate(model, dataset, steps=steps)
-    with pytest.raises(TypeError, match=r"Received: data beside x\. Write tmg\.evaluate\("):
-        tmg.evaluate(model, X, SIZE, x=X)
-    with pytest.raises(TypeError, match=r"Received: none\. Write tmg\.predict\("):
-        tmg.predict(model)
-
-
-def test_wrong_models() -> None:
-    with strategy_of(2).scope():
-        model = several_outputs()
-    told = r"model\.compile\('adam', loss=.*or with a step tmg\.fit\("
-    with pytest.raises(tmg.errors.LossError, match=told):
-        tmg.evaluate(model, ([X, X], [SIZE, SIZE]))
-    for call in (tmg.evaluate, tmg.predict):
-        with pytest.raises(TypeError, match=r"needs a keras\.Model.*Dense.*keras\.Sequential\("):
-            call(keras.layers.Dense(1), (X, SIZE))
-    with strategy_of(2).scope():
-        deep = Everything()
-        deep.compile(loss="mse")
-    with pytest.raises(tmg.errors.LossError, match="The model has 4 outputs"):
-        tmg.evaluate(deep, (X, SIZE))
-
-
-def test_what_was_created_outside_the_scope() -> None:
-    with strategy_of(2).scope():
-        model = classifier()
-    model.compile(loss=LOSS, metrics=["accuracy"])
-    assert set(tmg.evaluate(model, (X, KIND))) == {"loss", "accuracy"}  # Made in the scope by us.
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-    model.compile(loss=LOSS, metrics=[accuracy])
-    with pytest.raises(tmg.ScopeError, match="The metric was created outside the scope"):
-        tmg.evaluate(model, (X, KIND))
-    dense = keras.layers.Dense(1)
-    dense.build((None, 5))
-    with strategy_of(2).scope():
-        mixed = keras.Sequential([keras.Input((5,)), dense, keras.layers.Dense(1)])
-    with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
-        tmg.predict(mixed, X)

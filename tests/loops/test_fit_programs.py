@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -9,6 +10,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from law.model import Training
+from law.plain import train_once
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
@@ -18,28 +21,19 @@ from tfmultigpu.errors import LossError, ScopeError
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 EPOCHS = 3
 ROWS = np.random.default_rng(8).normal(size=(11, 4)).astype("float32")
-BATCH = 4  # 4, 4 and 3 rows.
-
-
-def batches() -> list[np.ndarray]:
-    return [ROWS[i : i + BATCH] for i in range(0, len(ROWS), BATCH)]
+BATCHES = np.split(ROWS, [4, 8])
 
 
 def data() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(ROWS).batch(BATCH)
+    return tf.data.Dataset.from_tensor_slices(ROWS).batch(4)
 
 
-def autoencoder(strategy: Any, compiled: bool = True) -> Any:
+def autoencoder(replicas: int = 2, compiled: bool = True) -> Any:
     keras.utils.set_random_seed(SEED)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(3, "tanh", kernel_regularizer="l2"),
-                keras.layers.Dropout(0.3, seed=2),
-                keras.layers.Dense(4),
-            ]
-        )
+    layers = keras.layers
+    with strategy_of(replicas).scope():
+        hidden = [layers.Dense(3, "tanh", kernel_regularizer="l2"), layers.Dropout(0.3, seed=2)]
+        model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(4)])
         model.tracker = keras.metrics.MeanAbsoluteError(name="mae")
         model.unused = keras.metrics.Mean(name="never updated")
         if compiled:
@@ -56,34 +50,37 @@ def forward(model: Any, batch: Any, training: bool) -> Any:
     return tmg.loss_sum("mse", batch, output), {"big": (big, size)}
 
 
-def made_step(model: Any, rate: float = 0.1, momentum: float = 0.0, **options: Any) -> Any:
+def made_step(model: Any, momentum: float = 0.0) -> Any:
     """Returns a train step of a model by ``forward``, with an optimizer of its own."""
     strategy = model.distribute_strategy or strategy_of(1)
     with strategy.scope():
-        optimizer = keras.optimizers.SGD(rate, momentum=momentum)
-    return tmg.make_train_step(model, optimizer, None, strategy, forward=forward, **options)
+        optimizer = keras.optimizers.SGD(0.1, momentum=momentum)
+    return tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
 
 
-def by_hand(epochs: int = EPOCHS) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+@functools.cache
+def by_hand() -> tuple[dict[str, list[float]], list[np.ndarray]]:
     """Returns the history and the weights of a loop for one device without code of ours."""
-    model = autoencoder(strategy_of(1))
-    history: dict[str, list[float]] = {"loss": [], "mae": [], "big": [], "val_loss": []}
-    for _ in range(epochs):
-        losses, outputs = [], []
-        for batch in batches():
-            with tf.GradientTape() as tape:
-                output = model(batch, training=True)
-                loss = tf.reduce_mean((batch - output) ** 2) + tf.add_n(model.losses)
-            variables = model.trainable_variables
-            model.optimizer.apply(tape.gradient(loss, variables), variables)
-            losses.append(float(loss) * len(batch))
-            outputs.append(output.numpy())
+    model, outputs = autoencoder(1), []
+    loss = keras.losses.MeanSquaredError()
+
+    def noting(y: Any, z: Any, sample_weight: Any = None) -> Any:
+        outputs.append(z.numpy())
+        return loss(y, z)
+
+    training = Training(model, model.optimizer, noting)
+    names = ("loss", "mae", "big", "val_loss", "val_big")
+    history: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(EPOCHS):
+        outputs.clear()
+        losses = [float(train_once(training, (batch, batch))["loss"]) for batch in BATCHES]
         every = np.concatenate(outputs)
-        history["loss"].append(sum(losses) / len(ROWS))
-        history["mae"].append(float(np.abs(ROWS - every).mean()))
-        history["big"].append(float((np.abs(every) > 1).mean()))
-        error = np.mean((ROWS[:5] - model(ROWS[:5]).numpy()) ** 2) + float(tf.add_n(model.losses))
-        history["val_loss"].append(float(error))
+        history["loss"].append(np.average(losses, weights=[len(batch) for batch in BATCHES]))
+        history["mae"].append(np.abs(ROWS - every).mean())
+        history["big"].append((np.abs(every) > 1).mean())
+        output = model(ROWS[:5])
+        history["val_loss"].append(float(loss(ROWS[:5], output) + tf.add_n(model.losses)))
+        history["val_big"].append(np.mean(np.abs(output) > 1))
     return history, [variable.numpy() for variable in model.trainable_variables]
 
 
@@ -96,21 +93,21 @@ def assert_same(model: Any, history: Any) -> None:
 
 
 def test_a_forward_has_history_values_metrics_and_validation() -> None:
-    model = autoencoder(strategy_of(3))
+    model = autoencoder(3)
     valid = tf.data.Dataset.from_tensor_slices(ROWS[:5]).batch(2)
     options = {"epochs": EPOCHS, "validation_data": valid, "verbose": 0}
     history = tmg.fit(model, data(), forward=forward, **options).history
-    assert set(history) == {"loss", "mae", "big", "val_loss", "val_big"}
+    assert set(history) == set(by_hand()[0])
     assert_same(model, history)
 
 
 def test_a_step_that_was_made_trains_a_model_that_it_compiles() -> None:
-    model = autoencoder(strategy_of(2), compiled=False)
+    model = autoencoder(compiled=False)
     step = made_step(model, momentum=0.9)
     evaluate = tmg.make_eval_step(model, None, strategy_of(2), forward=forward)
-    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)
+    same = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)
     options = {"step": step, "eval_step": evaluate, "validation_data": ROWS[:5], "verbose": 0}
-    first = tmg.fit(model, data(), epochs=2, callbacks=[halve], **options).history
+    first = tmg.fit(model, data(), epochs=2, callbacks=[same], **options).history
     assert model.optimizer is step.optimizer
     again = tmg.fit(model, data(), epochs=EPOCHS, initial_epoch=2, **options).history
     assert first.pop("learning_rate") == [pytest.approx(0.1)] * 2
@@ -118,7 +115,7 @@ def test_a_step_that_was_made_trains_a_model_that_it_compiles() -> None:
 
 
 def test_metrics_of_the_validation_are_its_own() -> None:
-    model = autoencoder(strategy_of(2))
+    model = autoencoder()
     model.optimizer.learning_rate = 0.0
 
     def tracking(model: Any, batch: Any, training: bool) -> Any:
@@ -134,23 +131,22 @@ def test_metrics_of_the_validation_are_its_own() -> None:
 
 
 def test_names_of_metrics_do_not_hide_each_other_or_a_loss() -> None:
-    strategy = strategy_of(2)
-    models = [autoencoder(strategy) for _ in range(2)]
-    with strategy.scope():
-        metrics = [keras.metrics.MeanAbsoluteError() for _ in models]
-    steps = [
-        tmg.make_train_step(model, model.optimizer, "mse", strategy, metrics=[metric])
-        for model, metric in zip(models, metrics, strict=True)
-    ]
-    labels = tf.data.Dataset.zip(data(), data())
+    models, steps = [autoencoder(), autoencoder()], []
+    for model in models:
+        with strategy_of(2).scope():
+            metrics = [keras.metrics.MeanAbsoluteError()]
+        steps.append(
+            tmg.make_train_step(model, model.optimizer, "mse", strategy_of(2), metrics=metrics)
+        )
     chain = tmg.chain_steps(*steps, names=("a", "b"))
+    labels = tf.data.Dataset.zip(data(), data())
     history = tmg.fit(models[0], labels, step=chain, verbose=0).history
     name = "mean_absolute_error"
     assert set(history) == {"a_loss", "b_loss", f"a_{name}", f"b_{name}"}
 
     for name in ("loss", "big"):
-        model = autoencoder(strategy)
-        with strategy.scope():
+        model = autoencoder()
+        with strategy_of(2).scope():
             model.extra = keras.metrics.Mean(name=name)
 
         def hiding(model: Any, batch: Any, training: bool) -> Any:
@@ -175,22 +171,21 @@ def test_a_forward_that_adds_the_losses_of_the_model_or_a_mean_is_told() -> None
         return tmg.loss_sum("mse", batch, output), {"m": (tf.reduce_mean(output), tf.size(output))}
 
     with pytest.warns(UserWarning, match=r"Leave out sum\(model\.losses\)") as told:
-        tmg.fit(autoencoder(strategy_of(2)), data(), forward=adds, verbose=0)
+        tmg.fit(autoencoder(), data(), forward=adds, verbose=0)
     assert {w.filename for w in told if "losses" in str(w.message)} == {__file__}
     with pytest.warns(tmg.errors.ReplicaDependenceWarning, match=r"tf\.reduce_sum\(values\), tf"):
-        tmg.fit(autoencoder(strategy_of(2)), data(), forward=mean, verbose=0)
+        tmg.fit(autoencoder(), data(), forward=mean, verbose=0)
 
 
 def test_programs_that_exclude_each_other() -> None:
-    strategy = strategy_of(2)
-    model = autoencoder(strategy)
-    other = autoencoder(strategy_of(3))
+    model, other = autoencoder(), autoencoder(3)
+    unknown, differs = autoencoder(compiled=False), autoencoder(compiled=False)
     foreign = tmg.make_eval_step(other, None, strategy_of(3), forward=forward)
     step = made_step(model)
-    with strategy.scope():
+    with strategy_of(2).scope():
         with_loss = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
         with_loss.compile("sgd", "mse", metrics=["mae"])
-        unknown = autoencoder(strategy, compiled=False)
+        differs.compile(keras.optimizers.Adam(name="other"), "mse")
     both = {"forward": forward, "step": step}
     every: list[tuple[Any, str, Any, dict[str, Any]]] = [
         (ValueError, "Received: forward beside a step", model, both),
@@ -205,24 +200,18 @@ def test_programs_that_exclude_each_other() -> None:
          {"step": step, "validation_data": data()}),
         (ValueError, re.escape("and a step that trains "), with_loss, {"step": step}),
     ]  # fmt: skip
+    # Callbacks that would not find the optimizer of the step.
+    every += [
+        (LossError, rf"{type(callback).__name__}, and model .* optimizer 'other'\. In the sc",
+         differs, {"step": made_step(differs), "callbacks": [callback]})
+        for callback in (
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+            keras.callbacks.ReduceLROnPlateau(),
+            keras.callbacks.SwapEMAWeights(),
+            keras.callbacks.TensorBoard(),
+        )
+    ]  # fmt: skip
     for error, words, trained, options in every:
         with pytest.raises(error, match=words):
             tmg.fit(trained, data(), verbose=0, **options)
     assert not int(step.optimizer.iterations.numpy())
-
-
-def test_callbacks_that_would_not_find_the_optimizer_of_the_step() -> None:
-    model = autoencoder(strategy_of(2), compiled=False)
-    step = made_step(model)
-    with strategy_of(2).scope():
-        model.compile(keras.optimizers.Adam(name="other"), "mse")
-    for callback in (
-        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-        keras.callbacks.ReduceLROnPlateau(),
-        keras.callbacks.SwapEMAWeights(),
-        keras.callbacks.TensorBoard(),
-    ):
-        words = rf"{type(callback).__name__}, and model .* with the optimizer 'other'\. In the sc"
-        with pytest.raises(LossError, match=words):
-            tmg.fit(model, ROWS, step=step, callbacks=[callback], verbose=0)
-    assert int(step.optimizer.iterations.numpy()) == 0

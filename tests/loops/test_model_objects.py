@@ -1,16 +1,17 @@
-"""A model object after fit, evaluate and predict: as before, traced once, and free to go."""
+"""A model object after fit, evaluate, predict and prepare: as before, traced once, free to go."""
 
 from __future__ import annotations
 
+import copy
 import gc
-import warnings
+import pickle
 import weakref
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from fit_pairs import FIT, SIZE, X, assert_same, pair, regression
+from fit_pairs import FIT, SIZE, X, assert_same, pair
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -62,21 +63,17 @@ class OwnParts(keras.Model):
 
 # Fails if what the model itself adds is lost, or its metric is not in the logs or not reset.
 @pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.filterwarnings("ignore")  # Keras tells that it marks the model as built.
 def test_losses_and_metrics_of_the_model_itself_count(replicas: int) -> None:
-    keras.utils.set_random_seed(3)
-    truth = OwnParts()
-    truth.compile(**regression())
-    expected = truth.fit(X, SIZE, validation_data=(X[:5], SIZE[:5]), **FIT)
-    keras.utils.set_random_seed(3)
-    with strategy_of(replicas).scope(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Keras tells that it marks the model as built.
+    def build() -> Any:
         model = OwnParts()
         model.build((None, 5))
-        model.compile(**regression())
-    history = tmg.fit(model, X, SIZE, validation_data=(X[:5], SIZE[:5]), **FIT)
+        return model
+
+    model, truth = pair(replicas, build)
+    options = {**FIT, "validation_data": (X[:5], SIZE[:5])}
+    expected, history = truth.fit(X, SIZE, **options), tmg.fit(model, X, SIZE, **options)
     assert_same(model, truth, history, expected)
-    for name, values in expected.history.items():
-        np.testing.assert_allclose(history.history[name], values, rtol=1e-5, err_msg=name)
     assert tmg.evaluate(model, (X, SIZE), batch_size=8, verbose=0) == pytest.approx(
         truth.evaluate(X, SIZE, batch_size=8, verbose=0, return_dict=True), rel=1e-5
     )
@@ -160,3 +157,90 @@ def test_a_fit_trains_on_the_arrays_it_is_given_also_if_they_changed_in_place() 
         history = tmg.fit(models[0], (x, SIZE), **FIT)
         assert_same(*models, history, expected)
         x *= 0.5
+
+
+# prepare: fit, evaluate and predict of one object run those of the library ------------------------
+
+NAMES = {"fit", "evaluate", "predict"}
+
+
+def is_as_before(model: Any) -> bool:
+    return not NAMES & set(vars(model))
+
+
+def test_options_are_those_of_the_last_prepare() -> None:
+    model, _ = pair(2)
+    with tmg.prepare(model, clip_norm=0.0001):
+        with tmg.prepare(model, verify=False):
+            model.fit(X, SIZE, **FIT)
+        free = model.get_weights()
+        model.fit(X, SIZE, **FIT)
+    moved = max(np.abs(a - b).max() for a, b in zip(free, model.get_weights(), strict=True))
+    assert 0 < moved < 1e-3  # Clipped, which Keras' own fit cannot be told to.
+
+
+def test_after_errors_and_without_with_all_is_as_before() -> None:
+    model, _ = pair(1)
+    with pytest.raises(tmg.errors.DataError), tmg.prepare(model):
+        model.fit(X[:0], SIZE[:0])
+    assert is_as_before(model)
+    tmg.prepare(model)  # It lasts, although nobody holds what undoes it.
+    assert not is_as_before(model)
+    undo = tmg.prepare(model)
+    undo.close()
+    assert not is_as_before(model)  # As before that one.
+    model, _ = pair(1)
+    undo = tmg.prepare(model)
+    assert set(vars(model)) >= NAMES
+    for _ in range(2):
+        undo.close()
+        assert is_as_before(model)
+    mine = vars(model)["fit"] = lambda: "mine"
+    with pytest.raises(tmg.errors.LossError, match=r"The model replaces fit of Keras"):
+        tmg.prepare(model)
+    assert vars(model).pop("fit") is mine
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of NumPy, in Keras.
+def test_nothing_else_is_changed(tmp_path: Any) -> None:
+    model, _ = pair(1)
+    methods, config = [getattr(keras.Model, name) for name in NAMES], model.get_config()
+    tmg.prepare(model)
+    assert is_as_before(pair(1)[0])
+    assert [getattr(keras.Model, name) for name in NAMES] == methods
+    model.save(tmp_path / "model.keras")
+    others = [
+        keras.models.load_model(tmp_path / "model.keras"),
+        keras.models.clone_model(model),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    assert all(is_as_before(other) for other in others)
+    np.testing.assert_array_equal(others[0].get_weights()[0], model.get_weights()[0])
+    assert model.get_config() == config
+    model.compile("adam", "mse")
+    assert not is_as_before(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_cannot_be_prepared() -> None:
+    class Own(keras.Sequential):
+        def fit(self, *args: Any, **kwargs: Any) -> Any:
+            return super().fit(*args, **kwargs)
+
+    model, _ = pair(1)
+    with pytest.raises(TypeError, match=r"takes a keras\.Model\. Received: Dense"):
+        tmg.prepare(keras.layers.Dense(1))
+    with pytest.raises(TypeError, match="clip"):
+        tmg.prepare(model, clip=3)
+    with pytest.raises(tmg.errors.LossError, match=r"Received: Own\.fit\. Call tmg\.fit inside"):
+        tmg.prepare(Own([keras.Input((5,)), keras.layers.Dense(1)]))
+    with tmg.prepare(model):
+        with pytest.raises(TypeError, match=r"Received: \['micro_batches'\]\. Give .*tmg\.prep"):
+            model.fit(X, SIZE, micro_batches=2)
+        with pytest.raises(TypeError, match=r"Received: \['_use_cached_eval_dataset'\]"):
+            model.evaluate(X, SIZE, _use_cached_eval_dataset=True)
+    assert is_as_before(model)

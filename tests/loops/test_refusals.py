@@ -1,14 +1,16 @@
-"""Arguments of fit that do not fit: each error says what was received and the line to write."""
+"""Models, data and arguments that the loops refuse: what was received, and the line to write."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_pairs import BATCHES, SIZE, WEIGHT, X, line, pair
+from each import each
+from fit_pairs import BATCHES, FIT, KIND, SIZE, WEIGHT, X, known, line, pair
 from one_device import as_dataset, strategy_of
 
 import tfmultigpu as tmg
@@ -22,26 +24,30 @@ def model() -> Any:
     return pair(2)[0]
 
 
-CASES: list[tuple[Any, str, Any, dict[str, Any]]] = [
-    (DataError, "has no batches", ARRAYS, {"validation_data": (X[:0], SIZE[:0])}),
-    (TypeError, "unexpected keyword argument 'epoch'", ARRAYS, {"epoch": 1}),
-    (TypeError, r"Received: none\. Write tmg\.fit\(model, data\)", None, {}),
-    (DataError, r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y\)", ARRAYS, {"y": SIZE}),
-    (DataError, "shuffle must be True or False", ARRAYS, {"shuffle": "batch"}),
-    (DataError, "leaves examples.*of 37 examples", ARRAYS, {"validation_split": 0.999}),
-    (DataError, "leaves examples.*validation_split=2", ARRAYS, {"validation_split": 2}),
-    (DataError, "class_weight must be a dict", ARRAYS, {"class_weight": {"a": 1.0}}),
-    (DataError, "Class weights and sample weights", (*ARRAYS, WEIGHT), {"class_weight": {0: 2.0}}),
-    (DataError, "for one output", ({"x": X}, (SIZE, SIZE)), {"class_weight": {0: 2.0}}),
-    (TypeError, "must be a whole number.*or 'auto'.*=None", ARRAYS, {"steps_per_call": None}),
-    (ValueError, "must be a whole number.*or 'auto'", ARRAYS, {"steps_per_call": 0}),
-    (ValueError, "steps_per_epoch must be a whole number", ARRAYS, {"steps_per_epoch": -1}),
-    (ValueError, "verbose must be 0, 1, 2 or 'auto'", ARRAYS, {"verbose": 3}),
-]  # fmt: skip
+# Arguments and data -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1][:20])
-def test_an_argument_that_does_not_fit(model: Any, case: Any) -> None:
+@each(
+    "case",
+    [
+        (DataError, "has no batches", ARRAYS, {"validation_data": (X[:0], SIZE[:0])}),
+        (TypeError, "unexpected keyword argument 'epoch'", ARRAYS, {"epoch": 1}),
+        (TypeError, r"Received: none\. Write tmg\.fit\(model, data\)", None, {}),
+        (DataError, r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y", ARRAYS, {"y": SIZE}),
+        (DataError, "shuffle must be True or False", ARRAYS, {"shuffle": "batch"}),
+        (DataError, "leaves examples.*of 37 examples", ARRAYS, {"validation_split": 0.999}),
+        (DataError, "leaves examples.*validation_split=2", ARRAYS, {"validation_split": 2}),
+        (DataError, "class_weight must be a dict", ARRAYS, {"class_weight": {"a": 1.0}}),
+        (DataError, "Class weights and sample weights", (*ARRAYS, WEIGHT),
+         {"class_weight": {0: 2.0}}),
+        (DataError, "for one output", ({"x": X}, (SIZE, SIZE)), {"class_weight": {0: 2.0}}),
+        (TypeError, "must be a whole number.*or 'auto'.*=None", ARRAYS, {"steps_per_call": None}),
+        (ValueError, "must be a whole number.*or 'auto'", ARRAYS, {"steps_per_call": 0}),
+        (ValueError, "steps_per_epoch must be a whole number", ARRAYS, {"steps_per_epoch": -1}),
+        (ValueError, "verbose must be 0, 1, 2 or 'auto'", ARRAYS, {"verbose": 3}),
+    ],
+)  # fmt: skip
+def test_an_argument_of_fit_that_does_not_fit(model: Any, case: Any) -> None:
     error, words, data, options = case
     with pytest.raises(error, match=words):
         tmg.fit(model, data, **{"verbose": 0, **options})
@@ -50,16 +56,30 @@ def test_an_argument_that_does_not_fit(model: Any, case: Any) -> None:
 def test_data_that_does_not_fit(model: Any) -> None:
     endless = as_dataset(BATCHES).repeat()
     sharded = tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2))
-    every: list[tuple[Any, str, dict[str, Any]]] = [
-        (endless, r"has no end, so a pass.*steps_per_epoch=100, or leave", {}),
-        (ARRAYS, r"has no end.*validation_steps=None.*=100", {"validation_data": endless}),
-        (endless, "validation_split works only for arrays", {"validation_split": 0.5}),
-        (sharded, "so shares cannot be applied", {"shares": (1, 2)}),
-        (sharded, r"batch_size=3", {"batch_size": 3}),
+    other = tmg.distribute_dataset(known(), strategy_of(3))
+    every: list[tuple[Any, Any, str, dict[str, Any]]] = [
+        (tmg.fit, endless, r"has no end, so a pass.*steps_per_epoch=100, or leave", {}),
+        (tmg.fit, ARRAYS, r"has no end.*validation_steps=None.*=100", {"validation_data": endless}),
+        (tmg.fit, endless, "validation_split works only for arrays", {"validation_split": 0.5}),
+        (tmg.fit, sharded, "so shares cannot be applied", {"shares": (1, 2)}),
+        (tmg.fit, sharded, r"batch_size=3", {"batch_size": 3}),
+        (tmg.evaluate, endless, r"has no end.*steps=100, or leave out \.repeat", {}),
+        (tmg.predict, known().take(0), "The data has no batches", {}),
+        (tmg.predict, X[:0], "The data has no batches", {}),
+        (tmg.evaluate, known(), "sample_weight works only for arrays", {"sample_weight": WEIGHT}),
+        (tmg.predict, iter(BATCHES), "An iterator can be read once", {}),
+        (tmg.predict, other, "distributed for another strategy than that of the", {}),
     ]
-    for data, words, options in every:
+    for call, data, words, options in every:
         with pytest.raises(DataError, match=words):
-            tmg.fit(model, data, verbose=0, **options)
+            call(model, data, verbose=0, **options)
+    for steps in (0, -1, 2.5):
+        with pytest.raises((TypeError, ValueError), match=r"at least 1, or None\. .*: steps="):
+            tmg.evaluate(model, known(), steps=steps)
+    with pytest.raises(TypeError, match=r"Received: data beside x\. Write tmg\.evaluate\("):
+        tmg.evaluate(model, X, SIZE, x=X)
+    with pytest.raises(TypeError, match=r"Received: none\. Write tmg\.predict\("):
+        tmg.predict(model)
 
 
 def test_checkpoints_resume_whole_passes_only(model: Any, tmp_path: Any) -> None:
@@ -69,12 +89,7 @@ def test_checkpoints_resume_whole_passes_only(model: Any, tmp_path: Any) -> None
             tmg.fit(model, data, steps_per_epoch=3, callbacks=[callback], verbose=0)
 
 
-def test_averages_of_sharded_variables_are_told() -> None:
-    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
-        model = line()
-        model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
-    with pytest.raises(LossError, match=r"averages into sharded variables.*SGD with use_ema"):
-        tmg.fit(model, ARRAYS, verbose=0)
+# Models -------------------------------------------------------------------------------------------
 
 
 def test_models_that_cannot_be_trained(model: Any) -> None:
@@ -83,29 +98,121 @@ def test_models_that_cannot_be_trained(model: Any) -> None:
         pytest.raises(tmg.ScopeError, match=r"scope of another strategy.*fit outside the scope"),
     ):
         tmg.fit(model, ARRAYS)
-    with pytest.raises(TypeError, match=r"fit needs a keras\.Model\. Received: Dense"):
-        tmg.fit(keras.layers.Dense(1), ARRAYS)
-    with pytest.raises(LossError, match=r"is not compiled.*model\.compile\("):
-        tmg.fit(line(), ARRAYS)
-    with strategy_of(2).scope():
-        outside = line()
-    outside.compile("sgd", "mse")
-    with pytest.raises(tmg.ScopeError, match="The optimizer was created outside the scope"):
-        tmg.fit(outside, ARRAYS)
+    for call in (tmg.fit, tmg.evaluate, tmg.predict):
+        with pytest.raises(TypeError, match=r"needs a keras\.Model.*Dense.*keras\.Sequential\("):
+            call(keras.layers.Dense(1), ARRAYS)
+    for call, words in ((tmg.fit, ""), (tmg.evaluate, r"\('adam', loss=.*or with a step tmg\.fit")):
+        with pytest.raises(LossError, match=rf"is not compiled.*model\.compile.*{words}"):
+            call(line(), ARRAYS)
     with pytest.raises(DataError, match=r"cannot run inside a tf\.function"):
         tf.function(lambda: tmg.fit(model, ARRAYS), autograph=False)()
 
 
-def test_a_loss_that_keras_resolves_by_shapes_is_an_error() -> None:
+def test_losses_that_cannot_be_compiled_into_a_step() -> None:
+    def compiled(build: Any = line, optimizer: Any = "sgd", **more: Any) -> Any:
+        with strategy_of(2).scope():
+            model = build()
+            model.compile(optimizer, **more)
+        return model
+
+    def classifier() -> Any:
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
+
+    def averaging_shards() -> Any:
+        with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+            model = line()
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+        return model
+
+    def four_outputs() -> Any:
+        inputs = keras.Input((5,))
+        return keras.Model(inputs, [keras.layers.Dense(1)(inputs) for _ in range(4)])
+
+    none = compiled(loss=keras.losses.MeanSquaredError(reduction=None))
+    for call, model, y, error, words in (
+        # One that Keras resolves by shapes.
+        (tmg.fit, compiled(classifier, loss="crossentropy"), np.eye(3)[KIND], ValueError,
+         "crossentropy"),
+        (tmg.fit, none, SIZE, LossError, "reduction='sum'"),
+        (tmg.evaluate, none, SIZE, LossError, "reduction='sum'"),
+        (tmg.evaluate, compiled(four_outputs, loss="mse"), SIZE, LossError,
+         "The model has 4 outputs"),
+        (tmg.fit, averaging_shards(), SIZE, LossError,
+         r"averages into sharded variables.*SGD with use_ema"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call(model, (X, y), verbose=0)
+
+
+def test_what_was_created_outside_the_scope() -> None:
     with strategy_of(2).scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
-        model.compile("sgd", "crossentropy")
-    with pytest.raises(ValueError, match="crossentropy"):
-        tmg.fit(model, (X, np.eye(3, dtype="float32")[np.arange(37) % 3]), verbose=0)
+        model = line()
+    model.compile("sgd", "mse", metrics=["mae"])
+    with pytest.raises(tmg.ScopeError, match="The optimizer was created outside the scope"):
+        tmg.fit(model, ARRAYS)
+    assert set(tmg.evaluate(model, ARRAYS)) == {"loss", "mae"}  # Made in the scope by us.
+    model.compile(loss="mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    with pytest.raises(tmg.ScopeError, match="The metric was created outside the scope"):
+        tmg.evaluate(model, ARRAYS)
+    dense = keras.layers.Dense(1)
+    dense.build((None, 5))
+    with strategy_of(2).scope():
+        mixed = keras.Sequential([keras.Input((5,)), dense, keras.layers.Dense(1)])
+    with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
+        tmg.predict(mixed, X)
 
 
-def test_a_compiled_loss_without_a_reduction_is_an_error() -> None:
-    model, _ = pair(2, compiled=lambda: {"loss": keras.losses.MeanSquaredError(reduction=None)})
-    for run in (tmg.fit, tmg.evaluate):
-        with pytest.raises(tmg.errors.LossError, match="reduction='sum'"):
-            run(model, ARRAYS, batch_size=8, verbose=0)
+# Models that replace methods of Keras, which steps do not call ------------------------------------
+
+
+def replacing(*methods: str) -> Any:
+    """A model on two replicas of a class with methods of its own, which return nothing."""
+    kind = type(
+        "Own", (keras.Sequential,), {name: lambda self, *args, **options: {} for name in methods}
+    )
+    return pair(2, lambda: kind([keras.Input((5,)), keras.layers.Dense(1)]))[0]
+
+
+@each(
+    ("method", "call", "words"),
+    [
+        ("train_step", "fit", r"Own\.train_step\. .*def forward\(model, batch, training\):.*"
+         r"tmg\.LossSum\(.*forward=forward\).*chain_steps.*On one device write model\.fit"),
+        ("compute_loss", "fit", r"Own\.compute_loss.*return tmg\.LossSum\("),
+        ("compute_metrics", "fit", r"Own\.compute_metrics.*model\.compile\(metrics="),
+        ("get_metrics_result", "fit", r"Own\.get_metrics_result.*model\.compile\(metrics="),
+        ("test_step", "evaluate", r"Own\.test_step.*make_eval_step\(model, None"),
+        ("predict_step", "predict", r"Own\.predict_step.*Move what it computes to the call"),
+        ("make_train_function", "fit", r"Own\.make_train_function\. "),
+        ("make_test_function", "evaluate", r"Own\.make_test_function\. "),
+        ("make_predict_function", "predict", r"Own\.make_predict_function\. "),
+    ],
+)  # fmt: skip
+def test_the_lines_to_write_are_told(method: str, call: str, words: str) -> None:
+    model = replacing(method)
+    before = set(vars(model))
+    with pytest.raises(LossError, match=re.compile(words, re.DOTALL)):
+        getattr(tmg, call)(model, *([X] if call == "predict" else ARRAYS), verbose=0)
+    assert set(vars(model)) == before
+
+
+def test_only_what_is_called_is_refused() -> None:
+    class Calls(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.evaluate(X, SIZE, verbose=0)
+
+    model = replacing("test_step")
+    tmg.fit(model, X, SIZE, **FIT)
+    trained = int(model.optimizer.iterations.numpy())
+    with pytest.raises(LossError, match=r"Own\.test_step"):
+        tmg.fit(model, X, SIZE, validation_data=ARRAYS, **FIT)
+    assert int(model.optimizer.iterations.numpy()) == trained > 0  # Refused before it trains.
+    for method in ("test_step", "evaluate"):
+        model = replacing(method)
+        with pytest.raises(LossError, match=rf"Own\.{method}"):
+            tmg.fit(model, X, SIZE, callbacks=[Calls()], **FIT)
+        assert "evaluate" not in vars(model)
+    model = pair(2)[0]
+    vars(model)["train_step"] = lambda data: {}  # Of this object alone.
+    with pytest.raises(LossError, match=r"Sequential\.train_step\. "):
+        tmg.fit(model, X, SIZE, **FIT)
