@@ -51,7 +51,8 @@ def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, 
     with tf.GradientTape() as tape:
         outputs = training.model(x, training=True)
         loss = plain_loss(training.loss, y, outputs, weights)
-        loss += sum(tf.cast(extra, loss.dtype) for extra in training.model.losses)
+        for extra in training.model.losses:
+            loss += tf.reduce_sum(tf.cast(extra, loss.dtype))  # As Keras' compute_loss does.
         scaled = training.optimizer.scale_loss(loss)
     variables = training.model.trainable_variables
     pairs = zip(tape.gradient(scaled, variables), variables, strict=True)

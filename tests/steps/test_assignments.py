@@ -1,35 +1,197 @@
-"""What layers and metrics assign is deferred, and read meanwhile, as if it had been assigned."""
+"""What layers and metrics assign is deferred until all checks have passed, and read meanwhile.
+
+Of a step that raises, the plain checks are in tests/promises/test_failing_step.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, cut, hold
+from one_device import Replicated, as_dataset, cut, hold, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu import _compat
 from tfmultigpu.steps.assignments import deferring
 
-_random = np.random.default_rng(43)
+_random = np.random.default_rng(41)
 X = _random.normal(size=(16, 4)).astype("float32")
-Y = _random.normal(size=(16, 1)).astype("float32")
-BATCHES = cut((X, Y), (7, 1, 5, 2))
+X[:, 0] = 0  # Which check fails: that of this number, for any row.
+Y = _random.normal(size=(16, 2)).astype("float32")
+SIZES = (7, 6, 5)
+BATCH = X[:7], Y[:7]
 SQUARES = keras.losses.MeanSquaredError()
 
 
 def sgd() -> Any:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
+    return keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)
+
+
+def refuse(asked: Any, text: str) -> Any:
+    return tf.debugging.Assert(~asked, [text])
+
+
+def raise_if(asked: Any) -> Any:
+    if asked:
+        raise FloatingPointError("Python code")
+    return np.float32(0)
+
+
+@tf.function
+def checking(asked: Any) -> None:
+    refuse(asked, "in a function of the layer")
+
+
+def in_a_branch(asked: Any) -> None:
+    tf.cond(asked, lambda: (refuse(asked, "in a branch"), 1)[1], lambda: 0)
+
+
+class CheckedSum(keras.metrics.Sum):
+    def update_state(self, values: Any, sample_weight: Any = None) -> Any:
+        refuse(is_asked(values, "metric of a layer"), "metric of a layer")
+        return super().update_state(values)
+
+
+# Checks whose results nobody uses, and what is said.
+UNUSED: dict[str, Any] = {
+    "in a branch": in_a_branch,
+    "in a function of the layer": checking,
+    "not finite": lambda asked: tf.debugging.check_numerics(
+        1.0 / (1.0 - tf.cast(asked, tf.float32)), "not finite"
+    ),
+    "Python code": lambda asked: tf.numpy_function(raise_if, [asked], tf.float32),
+    "metric of a layer": lambda asked: None,
+}
+# Operations that fail by themselves, of which a layer adds nothing to its output.
+USED: dict[str, Any] = {
+    "not invertible": lambda asked: tf.linalg.inv(tf.eye(2) * (1.0 - tf.cast(asked, tf.float32))),
+    "memory": lambda asked: tf.random.uniform(
+        tf.where(asked, tf.constant(2**45, tf.int64), 1)[None]
+    ),
+}
+CHECKS = [*UNUSED, *USED]
+
+
+def is_asked(inputs: Any, check: str) -> Any:
+    return tf.reduce_any(tf.equal(inputs[:, 0], CHECKS.index(check) + 1.0))
+
+
+class Checks(keras.layers.Layer):
+    """Makes all checks, and assigns to a metric beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = CheckedSum()
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        self.seen.update_state(inputs)
+        for name, check in UNUSED.items():
+            check(is_asked(inputs, name))
+        nothing = [tf.reduce_sum(f(is_asked(inputs, name))) * 0.0 for name, f in USED.items()]
+        return inputs + 0.1 * keras.random.normal(tf.shape(inputs)) + sum(nothing)
+
+
+class CheckedError(keras.metrics.MeanSquaredError):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        refuse(tf.reduce_any(y_true > 1e3), "metric of the step")
+        return super().update_state(y_true, y_pred, sample_weight)
+
+
+def checked() -> keras.Model:
+    layers = [Checks(), keras.layers.Dense(3, kernel_regularizer="l2")]
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def copies(step: Any) -> list[Any]:
+    """Every copy of every variable that a step may change."""
+    seeds = _compat.global_seeds()
+    variables = step.changed_variables() + [v for metric in step.metrics for v in metric.variables]
+    variables += [] if seeds is None else [seeds.state]
+    values = [v.value if hasattr(v, "path") else v for v in variables]
+    local = step.strategy.experimental_local_results
+    return [copy for value in values for copy in local(value)]
+
+
+def state(step: Any) -> list[np.ndarray]:
+    return [copy.numpy() for copy in copies(step)]
+
+
+def assert_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def train(step: Any, *checks: str | None) -> None:
+    """Trains on batches; in the last row of each is what the check of that name looks for."""
+    batches = []
+    for size, check in zip(SIZES, checks, strict=False):
+        x, y = X[:size].copy(), Y[:size].copy()
+        if check == "metric of the step":
+            y[-1] = 2e3
+        elif check is not None:
+            x[-1, 0] = CHECKS.index(check) + 1.0
+        batches.append((x, y))
+    step.run(iter(as_dataset(batches)), len(batches))
+
+
+# Fails if something that a step assigns does not wait for a check on any replica, or if a batch
+# that was refused leaves something for those after it.
+def test_a_step_that_raises_has_changed_nothing() -> None:
+    options = {"micro_batches": 3, "loss_scale": "dynamic", "verify": False}
+    with strategy_of(2).scope():
+        options["metrics"] = [CheckedError()]
+    step = Replicated(2, checked, sgd, "mse", **options).step
+    train(step, None)  # All that is made on the way is made now.
+    start = state(step)
+    train(step, None)
+    after_good = state(step)
+    train(step, None)
+    at_the_end = state(step)
+    for check in [*CHECKS, "metric of the step"]:
+        for copy, value in zip(copies(step), start, strict=True):
+            copy.assign(value)
+        error = tmg.OutOfMemoryError if check == "memory" else tf.errors.OpError
+        with pytest.raises(error, match=check):
+            train(step, None, check, None)
+        assert_equal(state(step), after_good)
+        train(step, None)
+        assert_equal(state(step), at_the_end)
+
+
+def doubled_if_asked(inputs: Any) -> Any:
+    """Makes two rows of each, which the loss then has values for, where a row asks for that."""
+    asked = tf.cast(tf.reduce_any(tf.equal(inputs[:, 0], 1.0)), tf.int32)
+    return tf.ensure_shape(tf.tile(inputs, [1 + asked, 1]), [None, 4])
+
+
+# Fails if the last check of all, of the sums of all replicas, comes after an update.
+def test_another_number_of_losses_than_rows_is_seen_before_anything_is_assigned() -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Lambda(doubled_if_asked), keras.layers.Dropout(0.3, seed=1)]
+        return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+
+    run = Replicated(3, build, sgd, "mse", micro_batches=2)
+    run.step((X, Y[:, :1]))
+    before = [variable.numpy() for variable in run.variables()]
+    asking = X[:1].copy()
+    asking[:, 0] = 1
+    with pytest.raises(tmg.errors.LossError, match="did not return one value per row"):
+        run.step((asking, Y[:1, :1]))
+    assert_equal([variable.numpy() for variable in run.variables()], before)
+
+
+# What is read meanwhile: as if it had been assigned -----------------------------------------------
 
 
 def in_graph(function: Callable[[], Any]) -> Any:
     return tf.function(function, autograph=False)()
-
-
-# The scope ----------------------------------------------------------------------------------------
 
 
 def test_what_an_inner_graph_assigns_is_assigned_at_once() -> None:
@@ -65,19 +227,16 @@ def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() ->
     assert [float(value) for value in in_graph(run)] == [6.0 * 6.0 * 12.0, 2 * 6.0 * 12.0]
 
 
-# Steps --------------------------------------------------------------------------------------------
-
-
 # What it computes in one pass is that of one device: invariance/test_layers.py.
 def test_weights_that_each_micro_batch_assigns_once_more_are_told() -> None:
     def build() -> keras.Model:
         dense = keras.layers.Dense(3, kernel_regularizer="l2")
-        layers = [keras.layers.SpectralNormalization(dense), keras.layers.Dense(1)]
+        layers = [keras.layers.SpectralNormalization(dense), keras.layers.Dense(2)]
         return keras.Sequential([keras.Input((4,)), *layers])
 
     run = Replicated(2, build, sgd, SQUARES, micro_batches=3)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"Write micro_batches=1"):
-        run.step(BATCHES[0])
+        run.step(BATCH)
 
 
 class DrawsInABranch(keras.layers.Layer):
@@ -93,8 +252,8 @@ class DrawsInABranch(keras.layers.Layer):
 
 def test_what_is_drawn_in_a_branch_is_exact_or_told_with_micro_batches() -> None:
     def build() -> keras.Model:
-        return keras.Sequential([keras.Input((4,)), DrawsInABranch(), keras.layers.Dense(1)])
+        return keras.Sequential([keras.Input((4,)), DrawsInABranch(), keras.layers.Dense(2)])
 
-    hold(2, build, sgd, SQUARES, BATCHES, verify=False)
+    hold(2, build, sgd, SQUARES, cut((X, Y), (7, 1, 5, 2)), verify=False)
     with pytest.warns(tmg.ReplicaDependenceWarning, match="DrawsInABranch"):
-        Replicated(2, build, sgd, SQUARES, micro_batches=2).step(BATCHES[0])
+        Replicated(2, build, sgd, SQUARES, micro_batches=2).step(BATCH)

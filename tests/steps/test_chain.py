@@ -11,13 +11,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import Replicated
 
 import tfmultigpu as tmg
 
 X = np.random.default_rng(3).normal(size=(17, 3)).astype("float32")
-SIZES = (7, 1, 5, 4)
-BATCHES = np.split(X, np.cumsum(SIZES)[:-1])
+BATCH = X[:7]
 
 
 def step_of(
@@ -28,11 +27,6 @@ def step_of(
     **options: Any,
 ) -> Any:
     """A step that predicts the first column, and logs the sum of some predictions by this name."""
-    strategy = strategy_of(replicas)
-    keras.utils.set_random_seed(4)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name=name)
-        optimizer = keras.optimizers.SGD(0.1)
 
     def forward(model: Any, batch: Any, training: bool) -> Any:
         with tf.control_dependencies([guard(batch)]):
@@ -41,7 +35,15 @@ def step_of(
         some = tf.cast(y > 0, tf.float32)
         return loss, {logged: (tf.reduce_sum(y * some), tf.reduce_sum(some))}
 
-    return tmg.make_train_step(model, optimizer, None, strategy, forward=forward, **options)
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name=name)
+
+    sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    return Replicated(replicas, build, sgd, None, forward=forward, **options).step
+
+
+def counts(*steps: Any) -> list[int]:
+    return [int(step.optimizer.iterations.numpy()) for step in steps]
 
 
 # Fails if a layer that is frozen between calls trains on, or a skipped step skips the other one.
@@ -49,22 +51,21 @@ def test_a_frozen_layer_stays_and_an_overflow_skips_its_step_alone() -> None:
     steps = [step_of(loss_scale=2.0**127, verify=False), step_of(verify=False)]
     chain = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))
     before = [step.model.get_weights()[0] for step in steps]
-    logs = chain(100 * BATCHES[0])
+    logs = chain(100 * BATCH)
     assert (float(logs["a_skipped"]), float(logs["b_skipped"])) == (2.0, 0.0)
     np.testing.assert_array_equal(steps[0].model.get_weights()[0], before[0])
-    assert [int(step.optimizer.iterations.numpy()) for step in steps] == [0, 1]
+    assert counts(*steps) == [0, 1]
     kernel = steps[1].model.get_weights()[0]
     assert np.abs(kernel - before[1]).max() > 0
     steps[1].model.trainable = False
     with pytest.warns(UserWarning, match="no trainable variables"):
-        chain(BATCHES[0])
+        chain(BATCH)
     np.testing.assert_array_equal(steps[1].model.get_weights()[0], kernel)
 
 
 # Fails if the update of one step is broken off by another, also if the one before takes longer and
 # the failure does not wait for the batch.
-@pytest.mark.parametrize("fails", ["batch", "variable"])
-def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained(fails: str) -> None:
+def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained() -> None:
     more = tf.Variable(0.0, trainable=False)
 
     def slow(batch: Any) -> Any:
@@ -75,14 +76,15 @@ def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained(
 
     steps = [step_of(guard=slow, verify=False), step_of(guard=limited, verify=False)]
     chain = tmg.chain_steps(*steps)
-    chain(BATCHES[0])
-    before = [step.model.get_weights()[0] for step in steps]
-    more.assign(0.0 if fails == "batch" else 1e3)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        chain(np.where(np.arange(7)[:, None] == 5, 1e3 if fails == "batch" else 0.0, BATCHES[0]))
-    assert [int(step.optimizer.iterations.numpy()) for step in steps] == [2, 1]
-    assert not np.array_equal(steps[0].model.get_weights()[0], before[0])
-    np.testing.assert_array_equal(steps[1].model.get_weights()[0], before[1])
+    chain(BATCH)
+    for failures, (of_the_batch, of_the_variable) in enumerate(((1e3, 0.0), (0.0, 1e3)), 1):
+        before = [step.model.get_weights()[0] for step in steps]
+        more.assign(of_the_variable)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            chain(np.where(np.arange(7)[:, None] == 5, of_the_batch, BATCH))
+        assert counts(*steps) == [1 + failures, 1]
+        assert not np.array_equal(steps[0].model.get_weights()[0], before[0])
+        np.testing.assert_array_equal(steps[1].model.get_weights()[0], before[1])
 
 
 def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told() -> None:
@@ -90,9 +92,8 @@ def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told(
     assert list(tmg.chain_steps(first, second).steps) == ["critic", "generator"]
     assert list(tmg.chain_steps(first, first).steps) == ["step1", "step2"]
     chain = tmg.chain_steps(step_of(1, "b_value"), step_of(1, "value"), names=("a", "a_b"))
-    with pytest.raises(
-        ValueError, match=r"\['a_b_value', .* from the step 'a_b' and from one before"
-    ):
+    told = r"\['a_b_value', .* from the step 'a_b' and from one before"
+    with pytest.raises(ValueError, match=told):
         chain(X)
 
 
@@ -115,10 +116,9 @@ def test_a_chain_is_profiled_and_explained() -> None:
     steps = [step_of(name="critic"), step_of(name="generator")]
     chain = tmg.chain_steps(*steps, times=(2, 1))
     data = tmg.distribute_dataset(X, steps[0].strategy, batch_size=8)
-    before = [int(step.optimizer.iterations.numpy()) for step in steps]
     profile = tmg.tuning.profile_step(chain, data, steps=2)
-    trained = [int(s.optimizer.iterations.numpy()) - b for s, b in zip(steps, before, strict=True)]
-    assert trained[0] == 2 * trained[1] > 0
+    critic, generator = counts(*steps)
+    assert critic == 2 * generator > 0
     assert profile.examples == 8
     assert min(profile.input, profile.call, profile.all_reduce) > 0
     report = tmg.explain(chain, dataset=data)

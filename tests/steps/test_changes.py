@@ -1,4 +1,7 @@
-"""What may change between two calls of a step: layers, settings, kinds of batches."""
+"""What may change between two calls of a step: layers and settings.
+
+Kinds of batches: tests/parity/test_features.py.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,10 @@ def small() -> keras.Model:
     )
 
 
+def sgd() -> Any:
+    return optimizers.SGD(0.1)
+
+
 def counting(traces: list[Any]) -> Callable[..., Any]:
     """A loss that notes for each replica that it is traced."""
 
@@ -50,7 +57,7 @@ def test_layers_are_frozen_and_thawed_and_each_set_is_traced_once() -> None:
         layers = [norm, keras.layers.Dense(3), keras.layers.Dense(2)]
         return keras.Sequential([keras.Input((4,)), *layers])
 
-    run = Replicated(3, build, lambda: optimizers.SGD(0.1), counting(traces), verify=False)
+    run = Replicated(3, build, sgd, counting(traces), verify=False)
     norm, dense, _ = run.model.layers
     for frozen in (False, True, False, True):
         dense.trainable = norm.trainable = not frozen  # The norm has no weight, but statistics.
@@ -70,7 +77,7 @@ def test_a_layer_thawed_after_the_optimizer_was_built_is_named() -> None:
         late = keras.layers.Dense(2, name="late", trainable=False)
         return keras.Sequential([keras.Input((4,)), late, keras.layers.Dense(2)])
 
-    run = Replicated(2, build, lambda: optimizers.SGD(0.1), "mse")
+    run = Replicated(2, build, sgd, "mse")
     run.step(BATCHES[0])
     run.model.layers[0].trainable = True
     with pytest.raises(tmg.ScopeError, match=r"built for other variables.*late/kernel"):
@@ -94,10 +101,7 @@ def scaled_and_clipped(optimizer: Any) -> None:
 
 
 CHANGES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], None]]] = {
-    "number to schedule": (
-        1, lambda: optimizers.SGD(0.1),
-        set_to(learning_rate=schedules.ExponentialDecay(0.5, 1, 0.7)),
-    ),
+    "number to schedule": (1, sgd, set_to(learning_rate=schedules.ExponentialDecay(0.5, 1, 0.7))),
     "what is not decayed": (
         -2, lambda: optimizers.AdamW(0.1, weight_decay=0.5),
         lambda o: o.exclude_from_weight_decay(var_names=["kernel"]),
@@ -118,7 +122,7 @@ def train(run: Any, step: Callable[[Any], Any], change: Callable[[Any], None]) -
         if i == 2:
             change(run.optimizer)
         step(batch)
-    return [variable.numpy() for variable in [*run.model.variables, *run.optimizer.variables]]
+    return [variable.numpy() for variable in run.variables()]
 
 
 # Fails if a step goes on with a setting that its trace has taken in. Minus is with owners.
@@ -129,7 +133,6 @@ def test_a_change_acts_from_the_next_step_on(name: str) -> None:
     def on_one_device(change: Callable[[Any], None]) -> list[np.ndarray]:
         """Eagerly, so that Keras asks for its settings in each step."""
         device = ByHand(small, make, keras.losses.MeanSquaredError())
-        device.model(X)
         device.optimizer.build(device.model.trainable_variables)
         return train(device, device._step, change)
 
@@ -141,14 +144,8 @@ def test_a_change_acts_from_the_next_step_on(name: str) -> None:
     run.assert_replicas_agree()
 
 
-def test_a_loss_scale_set_on_an_optimizer_acts_at_once() -> None:
-    run = Replicated(2, small, lambda: optimizers.SGD(0.1), "mse")
-    assert float(run.step(BATCHES[0])["loss_scale"]) == 1.0
-    run.optimizer.loss_scale_factor = 8.0
-    assert float(run.step(BATCHES[0])["loss_scale"]) == 8.0
-
-
-# Fails if a setting that cannot act is silent, changes something, or is told once only.
+# Fails if a setting that cannot act is silent, changes something, or is told once only; or if the
+# factor of a loss scale does not act at once.
 @pytest.mark.parametrize(
     ("replicas", "setting", "text"),
     [
@@ -161,10 +158,8 @@ def test_a_loss_scale_set_on_an_optimizer_acts_at_once() -> None:
 def test_what_cannot_act_is_an_error_at_each_step(
     replicas: int, setting: dict[str, Any], text: str
 ) -> None:
-    run = Replicated(
-        abs(replicas), small, lambda: optimizers.SGD(0.1), "mse", shard_update=replicas < 0
-    )
-    run.step(BATCHES[0])
+    run = Replicated(abs(replicas), small, sgd, "mse", shard_update=replicas < 0)
+    assert float(run.step(BATCHES[0])["loss_scale"]) == 1.0
     before = [v.numpy() for v in run.variables()]
     as_it_was = {name: getattr(run.optimizer, name) for name in setting}
     set_to(**setting)(run.optimizer)
@@ -172,8 +167,8 @@ def test_what_cannot_act_is_an_error_at_each_step(
         with pytest.raises((tmg.TfMultiGpuError, AttributeError, IndexError), match=text):
             run.step(BATCHES[2])
     assert difference(before, [v.numpy() for v in run.variables()]) == 0.0
-    set_to(**as_it_was)(run.optimizer)
-    run.step(BATCHES[2])
+    set_to(**as_it_was, loss_scale_factor=8.0)(run.optimizer)
+    assert float(run.step(BATCHES[2])["loss_scale"]) == 8.0
     assert int(run.optimizer.iterations.numpy()) == 2
 
 
@@ -212,30 +207,3 @@ def test_nothing_is_traced_again_for_what_no_trace_holds() -> None:
     run.optimizer.clipnorm = 1.0
     run.step(BATCHES[0])
     assert len(traces) > once
-
-
-# Kinds of batches ---------------------------------------------------------------------------------
-
-
-# Fails if rows that a loss drops or flattens are counted as there were, on any replica.
-def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is() -> None:
-    x = _random.normal(size=(7, 5, 4)).astype("float32")
-    y = _random.integers(0, 3, (7, 5))
-
-    def flat(labels: Any, predictions: Any, sample_weight: Any = None) -> Any:
-        labels, predictions = tf.reshape(labels, [-1]), tf.reshape(predictions, [-1, 3])
-        kept = labels > 0
-        labels, predictions = tf.boolean_mask(labels, kept), tf.boolean_mask(predictions, kept)
-        return keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
-
-    def build() -> keras.Model:
-        return keras.Sequential([keras.Input((5, 4)), keras.layers.Dense(3)])
-
-    def mean(*args: Any, **options: Any) -> Any:
-        return tf.reduce_mean(flat(*args, **options))
-
-    expected = ByHand(build, lambda: optimizers.SGD(0.5), mean).train([(x, y)])
-    run = Replicated(3, build, lambda: optimizers.SGD(0.5), flat).train([(x, y)])
-    assert difference(run.weights, expected.weights) <= 1e-6
-    assert run.losses == pytest.approx(expected.losses, abs=1e-6)
-    assert run.logs[0]["weight"] == (y > 0).sum()

@@ -1,31 +1,196 @@
-"""Random draws in steps: batches that others cut, XLA, generators beside the model.
+"""Draws by row: each replica draws its rows of what one device draws, bit for bit.
 
-Layers are in tests/promises/test_draws.py, functions in test_draw_rows.py.
+Layers are in tests/promises/test_draws.py.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut
+from one_device import ByHand, Replicated, assert_same, cut, graph_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps.draws import Draws
+from tfmultigpu._patch import patching
+from tfmultigpu.steps.draws import Draws, GlobalSeeds
+from tfmultigpu.steps.features import Rows
 
-layers, draw = keras.layers, keras.random
-_random = np.random.default_rng(8)
-X = _random.normal(size=(40, 6)).astype("float32")
-Y = _random.integers(0, 3, 40)
+SEED, TOTAL = (7, 3), 29
+random = tf.random
+_numbers = np.random.default_rng(2)
+X = _numbers.normal(size=(TOTAL, 6)).astype("float32")
+STEPS = _numbers.normal(size=(TOTAL, 5, 6)).astype("float32")
+
+
+def dropped(x: Any, **options: Any) -> Any:
+    return tf.nn.experimental.stateless_dropout(x, 0.5, SEED, **options)
+
+
+def joined(x: Any) -> Any:
+    return tf.concat([x, 2.0 * x], 0)
+
+
+# What is drawn for rows of x. Parameters with rows must be those of the rows of this replica.
+EXACT: dict[str, Any] = {
+    **{
+        f"uniform {d}": lambda x, d=d: random.stateless_uniform(tf.shape(x), SEED, -1.5, 2.5, d)
+        for d in ("float16", "bfloat16", "float32", "float64")
+    },
+    **{
+        f"normal {d}": lambda x, d=d: random.stateless_normal(tf.shape(x), SEED, 0.5, 2.0, d)
+        for d in ("float16", "bfloat16", "float32", "float64")
+    },
+    **{
+        f"integers {d}": lambda x, d=d: random.stateless_uniform(tf.shape(x), SEED, -5, 10**5, d)
+        for d in ("int32", "int64")
+    },
+    **{
+        f"all {d}": lambda x, d=d: random.stateless_uniform(tf.shape(x), SEED, None, None, d)
+        for d in ("int32", "int64", "uint32", "uint64")
+    },
+    "uniform, philox": lambda x: random.stateless_uniform(tf.shape(x), SEED, alg="philox"),
+    "normal, philox": lambda x: random.stateless_normal(tf.shape(x), SEED, 1.0, alg="philox"),
+    "normal about rows": lambda x: random.stateless_normal(tf.shape(x), SEED, x, tf.abs(x) + 0.5),
+    "truncated": lambda x: random.stateless_truncated_normal(tf.shape(x), SEED, 1.0, 2.0),
+    "gamma": lambda x: random.stateless_gamma(tf.shape(x), SEED, 0.7, 2.0),
+    "gamma by column": lambda x: random.stateless_gamma(tf.shape(x), SEED, tf.range(1.0, 7.0)),
+    "binomial": lambda x: random.stateless_binomial(tf.shape(x), SEED, 20.0, 0.3),
+    "seeds": lambda x: random.split(SEED, tf.shape(x)[0]),
+    "dropout": dropped,
+    "dropout of rows": lambda x: dropped(x, noise_shape=[tf.shape(x)[0], 1]),
+    "dropout of columns": lambda x: dropped(x, noise_shape=[1, 6]),
+    "keras noise shape": lambda x: keras.random.dropout(x, 0.5, (None, 1), seed=3),
+    "keras lengths": lambda x: x + keras.random.normal(keras.ops.shape(x), seed=3),
+    "flips": lambda x: tf.image.stateless_random_flip_left_right(x[:, None, :, None], SEED),
+    # Several places of one row that follow each other, or rows that the model takes apart again.
+    "repeated": lambda x: dropped(tf.repeat(x, 2, 0)),
+    "split again": lambda x: dropped(tf.split(joined(x), 2)[0]),
+    "sliced again": lambda x: dropped(joined(x)[: tf.shape(x)[0]]),
+    # Known shapes are the same for all rows, and on every replica.
+    "one for all": lambda x: tf.zeros_like(x) + random.stateless_uniform((6,), SEED),
+    "a number for all": lambda x: tf.zeros_like(x) + random.stateless_normal((), SEED),
+    "a row for all": lambda x: tf.zeros_like(x) + random.stateless_gamma((1, 6), SEED, 2.0),
+}  # fmt: skip
+
+
+def drawing(first: Any, count: Any, total: Any) -> Any:
+    draws = Draws()
+    draws.bind(None)
+    draws.seeds = GlobalSeeds(tf.distribute.get_strategy())
+    part = tf.zeros([], tf.int64)  # Of one replica, which else has all rows.
+    return draws.around_model(Rows(first, count, total, part=part))
+
+
+# Fails if a function is not replaced, counts on wrongly, moves parameters to other rows, or draws
+# numbers of one shape from those of another.
+def test_rows_are_those_of_one_device() -> None:
+    scalar = tf.TensorSpec([], tf.int64)
+
+    @tf.function(input_signature=[scalar] * 3, autograph=False)
+    def drawn(first: Any, count: Any, total: Any) -> Any:
+        x, steps = (
+            tf.slice(every, [first, *[0] * (every.ndim - 1)], [count, *every.shape[1:]])
+            for every in (X, STEPS)
+        )
+        with drawing(first, count, total):
+            rows = {name: draw(x) for name, draw in EXACT.items()}
+            return rows, dropped(tf.reshape(steps, [-1, 6])), dropped(steps[:, 0])
+
+    wrong = set()
+    for total, cuts in ((TOTAL, (0, TOTAL)), (TOTAL, (0, 5, 6, TOTAL)), (1, (0, 1)), (2, (0, 2))):
+        x = tf.constant(X[:total])
+        every = {name: draw(x).numpy() for name, draw in EXACT.items()}
+        every["flat"] = dropped(tf.reshape(STEPS[:total], [-1, 6])).numpy()
+        every["column"] = dropped(tf.constant(STEPS[:total, 0])).numpy()
+        for first, end in itertools.pairwise(cuts):
+            rows, flat, column = drawn(first, end - first, total)
+            for name, values in {**rows, "flat": flat, "column": column}.items():
+                per_row = len(every[name]) // total
+                expected = every[name][first * per_row : end * per_row]
+                if not np.array_equal(values.numpy(), expected):
+                    wrong.add(name)
+    assert sorted(wrong) == []
+
+
+# Fails if a count in 32 bits begins again after 2**31 numbers.
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda dtype: dtype.name)
+def test_rows_far_on_in_a_large_draw(dtype: tf.DType) -> None:
+    wide, first = 2**20, 4999
+    assert first * wide > 2**32
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
+    def row(count: Any) -> Any:
+        with drawing(tf.constant(first, tf.int64), count, tf.constant(5000, tf.int64)):
+            shape = tf.stack([tf.cast(count, tf.int32), wide])
+            return random.stateless_uniform(shape, SEED, dtype=dtype)[0, :4]
+
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=SEED)
+    counter += tf.constant([first * wide // (2 if dtype == tf.float64 else 4), 0], tf.uint64)
+    expected = tf.raw_ops.StatelessRandomUniformV2(
+        shape=[4], key=key, counter=counter, alg=1, dtype=dtype
+    )
+    np.testing.assert_array_equal(row(1), expected)
+
+
+class Owner:
+    """What is replaced in the test below."""
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    @property
+    def name(self) -> str:
+        return "owner"
+
+
+class Inheriting(Owner):
+    """Inherits what is replaced."""
+
+
+# Fails if wrappers reach other threads, stay after the context or an error, or do not nest.
+def test_a_patch_is_of_one_thread_and_ends() -> None:
+    owner, elsewhere = Inheriting(), []
+
+    def more(original: Any, this: Any, number: int) -> int:
+        assert this is owner
+        return original(this, number) + 1
+
+    with (
+        suppress(ZeroDivisionError),
+        patching(Inheriting, "double", more),
+        patching(Inheriting, "name", lambda o, s: o(s) * 2),
+    ):
+        with patching(Inheriting, "double", lambda o, *args, **named: -o(*args, **named)):
+            assert owner.double(number=3) == -7
+            thread = threading.Thread(
+                target=lambda: elsewhere.append([owner.double(3), owner.name])
+            )
+            thread.start()
+            thread.join()
+        assert (owner.double(3), owner.name) == (7, "ownerowner")
+        assert Owner().double(3) == 6
+        raise ZeroDivisionError
+    assert elsewhere == [[6, "owner"]]
+    assert {"double", "name"}.isdisjoint(vars(Inheriting))
+    assert (owner.double(3), owner.name) == (6, "owner")
+
+
+# Steps --------------------------------------------------------------------------------------------
+
+Y = _numbers.integers(0, 3, TOTAL)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def noisy() -> keras.Model:
+    layers = keras.layers
     inner = [layers.Dense(8, "tanh"), layers.Dropout(0.4, seed=3), layers.Dense(8, "tanh")]
     inner += [layers.GaussianNoise(0.3, seed=4), layers.Dense(3)]
     return keras.Sequential([keras.Input((6,)), *inner])
@@ -33,9 +198,6 @@ def noisy() -> keras.Model:
 
 def sgd() -> Any:
     return keras.optimizers.SGD(0.1)
-
-
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 # Fails if draws are for other rows of a batch that TensorFlow cut, or whose number of rows is known
@@ -67,11 +229,11 @@ def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it(
 # That one of the scope is drawn from as on one device is in parity/programs.py. Fails if one that
 # is no state of all replicas is drawn from in silence.
 def test_generators_made_outside_the_scope_or_at_each_call_are_refused() -> None:
-    outside = draw.SeedGenerator(1, name="beside")
+    outside = keras.random.SeedGenerator(1, name="beside")
 
     def step(replicas: int, seed: Callable[[], Any], **options: Any) -> Any:
         def forward(model: Any, batch: Any, training: bool) -> Any:
-            x = batch[0] + draw.normal(keras.ops.shape(batch[0]), seed=seed())
+            x = batch[0] + keras.random.normal(keras.ops.shape(batch[0]), seed=seed())
             return tmg.loss_sum(LOSS, batch[1], model(x, training=training))
 
         return Replicated(replicas, noisy, sgd, None, forward=forward, **options).step
@@ -81,7 +243,7 @@ def test_generators_made_outside_the_scope_or_at_each_call_are_refused() -> None
     with pytest.raises(tmg.ScopeError, match=r"(?s)'beside', .* 2 replica.*SeedGenerator\("):
         step(2, lambda: outside)(batch)
     with pytest.raises(tmg.TfMultiGpuError, match=r"something else each time.*in the scope"):
-        step(2, lambda: draw.SeedGenerator(1), micro_batches=2)(batch)
+        step(2, lambda: keras.random.SeedGenerator(1), micro_batches=2)(batch)
 
 
 # Fails if draws cost anything where one replica has all rows.
@@ -90,10 +252,7 @@ def test_one_replica_without_micro_batches_draws_as_keras_does(
 ) -> None:
     def operations() -> Counter[str]:
         run = Replicated(1, noisy, sgd, LOSS)
-        run.step((X[:4], Y[:4]))  # Everything is built.
-        spec = [tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int64)]
-        step = tf.function(lambda x, y: run.step((x, y)), input_signature=spec, autograph=False)
-        graph = step.get_concrete_function().graph.as_graph_def()
+        graph = graph_of(run.step, (X[:4], Y[:4])).as_graph_def()
         nodes = [graph.node, *[function.node_def for function in graph.library.function]]
         return Counter(node.op for some in nodes for node in some)
 

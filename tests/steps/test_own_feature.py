@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from forced_addition import forcing_addition
-from one_device import SEED, strategy_of
+from one_device import Replicated, Result, cut, difference
 
 import tfmultigpu as tmg
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-features.md"
 X = np.random.default_rng(3).normal(size=(23, 3)).astype("float32")
-SIZES = (7, 1, 6, 2, 7)
+BATCHES = cut((X, X[:, :1]), (7, 1, 6, 2, 7))
 
 
 def of_page(name: str) -> Any:
@@ -30,59 +31,40 @@ def of_page(name: str) -> Any:
     return found[name]
 
 
-def trained(replicas: int, features: list[Any], **options: Any) -> tuple[list[np.ndarray], Any]:
-    strategy = strategy_of(replicas)
-    keras.utils.set_random_seed(SEED)
-    with strategy.scope():
+def trained(replicas: int, *features: Any, **options: Any) -> tuple[Result, Any]:
+    def build() -> keras.Model:
         layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((3,)), *layers])
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, features=features, **options)
-    for rows in np.split(X, np.cumsum(SIZES)[:-1]):
-        step((rows, rows[:, :1]))
-    return [variable.numpy() for variable in model.variables], step
+        return keras.Sequential([keras.Input((3,)), *layers])
+
+    sgd = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    run = Replicated(replicas, build, sgd, "mse", features=features, **options)
+    return run.train(BATCHES), run.step
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "replicated": {},
-    "owned": {"shard_update": True},
-    "clipped micro-batches": {"micro_batches": 2, "clip_norm": 0.5},
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "replicated": (1, {}),
+    "owned": (2, {"shard_update": True}),
+    "clipped micro-batches": (3, {"micro_batches": 2, "clip_norm": 0.5}),
+    "each replica adds it": (3, {}),
 }
 
 
-@pytest.mark.parametrize(("replicas", "way"), [*zip((1, 2, 3), WAYS, strict=True)])
-def test_noise_is_that_of_one_device(replicas: int, way: str) -> None:
-    make, options = of_page("GradientNoise"), WAYS[way]
-    truth, _ = trained(1, [make(0.2, seed=5)], **{**options, "micro_batches": 1})
-    without, _ = trained(1, [], **{**options, "micro_batches": 1})
-    assert max(np.abs(a - b).max() for a, b in zip(truth, without, strict=True)) > 0.01
-    weights, _ = trained(replicas, [make(0.2, seed=5)], **options)
-    for one, other in zip(truth, weights, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
-
-
-def test_noise_is_alike_where_each_replica_adds_it() -> None:
-    truth, _ = trained(1, [of_page("GradientNoise")(0.2)])
-    with forcing_addition("collective"):
-        weights, step = trained(3, [of_page("GradientNoise")(0.2)])
-    for one, other in zip(truth, weights, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
-    for variable in step.model.variables:  # All copies, not the first alone.
-        first, *others = step.strategy.experimental_local_results(variable.value)
-        for copy in others:
-            np.testing.assert_array_equal(copy.numpy(), first.numpy())
-
-
-@pytest.mark.filterwarnings("error::tfmultigpu.errors.ReplicaDependenceWarning")
-def test_verification_knows_the_noise() -> None:
-    _, step = trained(2, [of_page("GradientNoise")(0.2)], verify="gradients")
-    assert step.verification.outcome == "same"
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_is_that_of_one_device(way: str) -> None:
+    make, (replicas, options) = of_page("GradientNoise"), WAYS[way]
+    whole = {**options, "micro_batches": 1}
+    truth, without = (trained(1, *f, **whole)[0] for f in ([make(0.2, seed=5)], []))
+    assert difference(truth.weights, without.weights) > 0.01
+    forced = way == "each replica adds it"
+    with forcing_addition("collective") if forced else contextlib.nullcontext():
+        result, _ = trained(replicas, make(0.2, seed=5), **options)
+    assert difference(result.weights, truth.weights) <= 1e-6
 
 
 def test_largest_gradients_are_those_of_the_global_batch() -> None:
     largest, reference = of_page("LargestGradients")(), of_page("LargestGradients")()
-    trained(3, [largest])
-    trained(1, [reference])
+    trained(3, largest)
+    trained(1, reference)
     values = [value.numpy() for value in largest.values.values()]
     expected = [value.numpy() for value in reference.values.values()]
     assert min(expected) > 0

@@ -1,4 +1,4 @@
-"""tmg.gather_rows and tmg.rows by themselves, and where they are refused.
+"""Where replicas meet within a pass: gather_rows, rows, synchronized layers; where they cannot.
 
 Losses over the whole batch are in tests/promises/test_touching_rows.py, on workers in
 test_agreement.py.
@@ -6,6 +6,9 @@ test_agreement.py.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +19,9 @@ import tensorflow as tf
 from one_device import Replicated, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.steps.batch_norm import short_sums
 
+layers = keras.layers
 LossError = tmg.errors.LossError
 _random = np.random.default_rng(5)
 
@@ -85,8 +90,11 @@ def dense() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
 
 
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.02)
+
+
 def step_with(loss: Any, replicas: int = 2, **options: Any) -> Any:
-    sgd = lambda: keras.optimizers.SGD(0.02)  # noqa: E731
     return Replicated(replicas, dense, sgd, loss, verify=False, **options).step
 
 
@@ -154,3 +162,82 @@ def test_where_replicas_cannot_meet_and_what_has_no_rows() -> None:
         strategy_of(2).run(lambda: tmg.gather_rows(y))
     with pytest.raises(LossError, match=r"tmg\.rows is called where the global batch is not know"):
         strategy_of(2).run(lambda: tmg.rows().first)
+
+
+# Sums within a pass, of layers that are synchronized: promises/test_synchronized_norm.py ----------
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+def test_every_batch_normalization_of_a_model_is_synchronized() -> None:
+    class Block(layers.Layer):
+        """Holds layers in a list, where ``model.layers`` does not show them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = [layers.Dense(3), layers.BatchNormalization()]
+
+    nested = keras.Sequential([Block(), keras.Sequential([layers.BatchNormalization()])])
+    assert tmg.synchronize_batch_norm(nested) is nested
+    norms = [layer for layer in nested._flatten_layers() if hasattr(layer, "synchronized")]
+    assert [norm.synchronized for norm in norms] == [True] * 2
+    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization()])
+    copy = keras.models.clone_model(tmg.synchronize_batch_norm(model))
+    assert copy.layers[0].synchronized
+    with pytest.raises(TypeError, match=r"must be a Keras model or layer\. Received: .*model"):
+        tmg.synchronize_batch_norm([layers.Dense])
+
+
+# Fails if a sum, a mean, or a gradient of either order is not that of TensorFlow, or if rows of an
+# embedding get lost.
+@pytest.mark.parametrize(("replicas", "operation"), [(3, SUM), (2, MEAN), (2, "sum")])
+def test_values_and_gradients_of_both_orders_are_those_of_tensorflow(
+    replicas: int, operation: Any
+) -> None:
+    batch = X[:replicas].astype("float64")  # A row for each.
+
+    def run(context: Any, shard: Any) -> Any:
+        x = shard[0]
+        with context(), tf.GradientTape() as outer:
+            outer.watch(x)
+            replica = tf.distribute.get_replica_context()
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                one, other = replica.all_reduce(operation, [tf.sin(x), {"a": x[:2] * x[2:]}])
+                cubes = tf.reduce_sum(one**3) + tf.reduce_sum(other["a"] ** 2)
+            gradient = inner.gradient(cubes, x)
+            rows = tf.IndexedSlices(shard, tf.constant([1]), tf.constant([2, 4]))
+            dense = tf.convert_to_tensor(replica.all_reduce(SUM, rows))
+        return one, other["a"], gradient, outer.gradient(gradient, x), dense
+
+    theirs, ours = (
+        on_replicas(replicas, batch, functools.partial(run, context))
+        for context in (contextlib.nullcontext, short_sums)
+    )
+    for value, expected in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(ours[0][-1], [np.zeros(4), batch.sum(0)])
+    with short_sums():  # One replica is left alone.
+        assert "all_reduce" not in vars(tf.distribute.get_replica_context())
+
+
+# Fails if tf.custom_gradient searches through what other replicas have computed: a trace of twice
+# as many layers would take four times as long.
+def test_each_sum_is_searched_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = pkgutil.resolve_name("tensorflow.python.ops.op_selector")
+    original = selector.get_backward_walk_ops
+    visited: list[int] = []
+
+    def walk(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        visited.append(len(found))
+        return found
+
+    def build() -> keras.Model:
+        norm = functools.partial(layers.BatchNormalization, synchronized=True)
+        inner = [layer for _ in range(3) for layer in (layers.Dense(4, use_bias=False), norm())]
+        return keras.Sequential([keras.Input((4,)), *inner])
+
+    monkeypatch.setattr(selector, "get_backward_walk_ops", walk)
+    Replicated(2, build, sgd, "mse", verify=False).step(BATCH)
+    assert 0 < max(visited) < 20, "a search goes through more than its own sum"

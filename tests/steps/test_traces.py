@@ -1,26 +1,18 @@
-"""One compiled function per kind of batch: which numbers of rows share one."""
+"""One compiled function for each kind of batch, however many rows it has and steps a call takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from law.model import batches_of
+from law.pair import Row, dataset_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import batches as batches_module
+from tfmultigpu.steps import batches as batches_module, call_lengths
 from tfmultigpu.steps.batches import BatchFunction
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has steps of one replica believe that it is a GPU."""
-    listed = batches_module.tf.config.list_logical_devices
-
-    def devices(kind: str | None = None) -> Any:
-        return ["GPU:0"] if kind == "GPU" else listed(kind)
-
-    monkeypatch.setattr(batches_module.tf.config, "list_logical_devices", devices)
 
 
 def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
@@ -36,19 +28,52 @@ def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
     return shapes, [float(function(batch)) for batch in batches]
 
 
-BATCHES = [tf.ones([rows, 2]) for rows in (4, 4, 3, 1, 4)]
-SUMS = [8.0, 8.0, 6.0, 2.0, 8.0]
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_the_first_number_of_rows_is_kept_on_one_gpu() -> None:
+def test_the_first_number_of_rows_is_kept_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each shape that is open makes TensorFlow wait."""
-    assert seen_by(*BATCHES) == ([[(4, 2)], [(None, 2)]], SUMS)
+    listed = batches_module.tf.config.list_logical_devices
+
+    def devices(kind: str | None = None) -> Any:
+        return ["GPU:0"] if kind == "GPU" else listed(kind)
+
+    monkeypatch.setattr(batches_module.tf.config, "list_logical_devices", devices)
+    for sizes, sums, traced in (
+        ([(4, 2), (4, 2), (3, 2), (1, 2), (4, 2)], [8, 8, 6, 2, 8], [[(4, 2)], [(None, 2)]]),
+        ([(4, 2), (4, 3), (3, 5), (2, 7)], [8, 12, 15, 14], [[(4, 2)], [(None, None)]]),
+    ):
+        assert seen_by(*map(tf.ones, sizes)) == (traced, sums)
     # Where rows do not agree, or there are none, a check tells.
     for batch in ((tf.ones([4, 2]), tf.ones([3])), tf.ones([0, 2])):
         with pytest.raises(tmg.errors.DataError, match=r"differ in their number of rows|no rows"):
             seen_by(batch)
-    batches = [tf.ones(shape) for shape in ((4, 2), (4, 3), (3, 5), (2, 7))]
-    shapes, sums = seen_by(*batches)
-    assert shapes == [[(4, 2)], [(None, None)]]
-    assert sums == [8.0, 12.0, 15.0, 14.0]
+
+
+# Fails if a cut call is not, to the bit, one call, is traced anew, or takes a batch too many.
+def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Row(2, norm=True, options=(("verify", False),)).pair()
+    step, sizes, asked = pair.step, (8, 6, 1, 5, 4), []
+    passes = dataset_of(lambda: batches_of(sizes), batches_of(sizes)[0])
+
+    def cut(lengths: Any, iterator: Any, steps: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+        def in_turn(_: Any) -> int:
+            asked.append(next(lengths))
+            return asked[-1]
+
+        lengths_in_turn = property(in_turn, lambda self, steps: None)
+        monkeypatch.setattr(call_lengths.CallLength, "steps", lengths_in_turn, raising=False)
+        pair.reset()
+        logs = {name: value.numpy() for name, value in step.run(iterator, steps).items()}
+        return logs, pair.ours.values()
+
+    expected, values = cut(iter([1000]), iter(passes.repeat()), 12)
+    iterator = iter(passes.repeat())
+    logs, cut_values = cut(iter([1, 2, 4, 2, 9]), iterator, 12)
+    assert asked[1:] == [1, 2, 4, 2, 9]  # Of which the last had three left.
+    assert logs == expected
+    for ours, theirs in zip(cut_values, values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(next(iterator)[0]["x"]) == sizes[12 % 5]
+    assert len(step._loops) == 1
+    # Where the data ends in the middle of a call, nothing more is asked for.
+    asked.clear()
+    assert int(cut(iter([9]), iter(passes), 100)[0]["steps"]) == 5
+    assert asked == [9]
