@@ -3,7 +3,7 @@
 Each is trained by a plain GradientTape on one device, with none of this library's code, and by the
 train step on two replicas. The outcome is ``"same"`` (weights as on one device), ``"told"`` (a
 ReplicaDependenceWarning) or ``"refused"`` (an error of this library). tests/promises have losses
-and layers that compare rows, steps/test_added_losses.py what layers add.
+and layers that compare rows, steps/test_objective.py what layers add.
 """
 
 from __future__ import annotations
