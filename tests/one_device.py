@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from law.model import Training
-from law.pair import dataset_of
+from law.pair import assert_replicas_agree, dataset_of
 from law.plain import as_tensors, specs_of, train_once
 
 import tfmultigpu as tmg
@@ -139,20 +139,13 @@ class Replicated(_Trained):
         if self.model.built:
             self.reset()  # else the first step builds it, from the seed
         step = self.step if step is None else step
-        return self.finish([plain(step(batch)) for batch in batches])
-
-    def finish(self, logs: Sequence[dict[str, float]]) -> Result:
+        logs = [plain(step(batch)) for batch in batches]
         self.assert_replicas_agree()
         return self.result([log["loss"] for log in logs], logs)
 
     def assert_replicas_agree(self) -> None:
-        """Holds that the copies of every trained variable are the same, bit for bit."""
-        for variable in [*self.model.trainable_variables, *self.optimizer.variables]:
-            first, *others = self.strategy.experimental_local_results(
-                getattr(variable, "value", variable)
-            )
-            for other in others:
-                np.testing.assert_array_equal(other.numpy(), first.numpy(), err_msg=variable.path)
+        trained = [*self.model.trainable_variables, *self.optimizer.variables]
+        assert_replicas_agree(self.strategy, trained)
 
 
 def graph_of(step: Any, batch: Any) -> tf.Graph:

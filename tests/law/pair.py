@@ -27,6 +27,14 @@ def assert_logs(actual: Any, expected: Any, what: object = "") -> None:
         np.testing.assert_allclose(actual[name], value, **LOGS, err_msg=f"{what} {name}")
 
 
+def assert_replicas_agree(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
+    """Holds that the copies of each variable are the same, bit for bit."""
+    for variable in variables:
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(other.numpy(), first.numpy(), variable.path)
+
+
 @functools.cache
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
     """Returns the strategy of the first ``replicas`` virtual CPUs, one for each number."""
@@ -118,10 +126,7 @@ class Pair:
         """Holds that every variable is that of one device, on every replica."""
         names = self.truth.variables()
         assert_values(self.ours.values(), self.truth.values(), names, **tolerance)
-        for variable in self.ours.model.trainable_variables:
-            first, *others = self.strategy.experimental_local_results(variable.value)
-            for other in others:
-                np.testing.assert_array_equal(other.numpy(), first.numpy(), variable.path)
+        assert_replicas_agree(self.strategy, self.ours.model.trainable_variables)
 
 
 def covering() -> list[frozenset[str]]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law.model import Batch, Training, regression, small
-from law.pair import strategy_of
+from law.pair import assert_replicas_agree, strategy_of
 from law.plain import PlainLoop, assert_values, specs_of
 from law.processes import pool
 
@@ -72,10 +72,7 @@ def assert_whole_steps(ours: Training) -> int:
     truth = build()
     PlainLoop(truth, BATCHES[0]).train(itertools.islice(itertools.cycle(BATCHES), steps))
     assert_values(ours.values(), truth.values(), truth.variables())
-    for variable in ours.model.variables:
-        first, *others = strategy_of(3).experimental_local_results(variable.value)
-        for other in others:
-            np.testing.assert_array_equal(other.numpy(), first.numpy(), variable.path)
+    assert_replicas_agree(strategy_of(3), ours.model.variables)
     return steps
 
 
