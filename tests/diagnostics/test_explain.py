@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,16 @@ def test_a_compiled_model_outside_has_both_mistakes() -> None:
 def test_what_the_machine_hides_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{")
     assert explain(built(1)[0], strategy=strategy_of(2)).codes == ("cluster", "model-scope")
+
+
+# Fails if a worker that trains alone, because it forgot to join, is told that all is in order.
+def test_a_cluster_that_comes_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"type": "worker", "index": 0}
+    config = {"cluster": {"worker": ["ada:1", "ada:2"]}, "task": task}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    (finding,) = explain(*built(2), strategy=strategy_of(2)).findings
+    assert "TensorFlow started before it joined" in finding.what
+    assert "directly after the imports" in finding.change
 
 
 def test_hidden_gpus_are_told_though_no_driver_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:

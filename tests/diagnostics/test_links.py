@@ -45,6 +45,15 @@ def test_healthy_links_are_in_order() -> None:
     assert report.facts["tests"]["sum over CPU:0, CPU:1 by nccl"] == "not available"
 
 
+@pytest.mark.slow
+def test_a_thousand_tests_raise_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_SIZE", 1000)
+    for _ in range(250):
+        told = [links._test_copy(*pair) for pair in (DEVICES, DEVICES[::-1])]
+        told += [links._test_sum(DEVICES, way) for way in ("hierarchical_copy", "one_device")]
+        assert not any(told), told
+
+
 def test_a_flipped_bit_and_a_nan_are_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_CHILD", BROKEN)
     copied, *summed = check_links(DEVICES, seconds=120.0).findings

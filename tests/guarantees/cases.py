@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from cases_training import CASES as TRAINING, EVEN, UNEVEN_LAST, normalized
 from guarantee import Case, Difference
-from one_device import SEED, difference, strategy_of
+from one_device import SEED, strategy_of
 from recipes import (
     Problem,
     X,
@@ -117,40 +117,45 @@ RANDOMNESS = [
 # Metrics ------------------------------------------------------------------------------------------
 
 
-def right_metrics(make: Callable[[], Any], problem: Problem) -> np.ndarray:
-    """Over the same predictions, made on one device with weights that do not change."""
-    model, _ = fresh(problem)
-    metric = make()
-    for x, y in problem.batches():
-        metric.update_state(y, model(x))
-    return np.asarray(metric.result())
+def from_the_largest(metric: Any) -> Difference:
+    return Difference(abs(np.asarray(metric.result()) - EVEN.arrays[1].max()), "metric")
 
 
-def metric_in_a_loop(make: Callable[[], Any], problem: Problem) -> Difference:
+def metric_in_a_loop() -> Difference:
     strategy = mirrored(2)
     with strategy.scope():
-        model, _ = fresh(problem)
-        metric = make()
+        model, _ = fresh(EVEN)
+        metric = LargestLabel()
 
     @tf.function
     def update(batch: Any) -> None:
         strategy.run(lambda x, y: metric.update_state(y, model(x)), args=batch)
 
-    for batch in strategy.experimental_distribute_dataset(problem.dataset()):
+    for batch in strategy.experimental_distribute_dataset(EVEN.dataset()):
         update(batch)
-    right = right_metrics(make, problem)
-    return Difference(difference([np.asarray(metric.result())], [right]), "metric")
+    return from_the_largest(metric)
 
 
-def metric_in_a_step(make: Callable[[], Any], problem: Problem) -> Difference:
+def metric_in_a_step() -> Difference:
     strategy = strategy_of(2)
     with strategy.scope():
-        model, _ = fresh(problem)
-        metric = make()
-    step = tmg.make_eval_step(model, problem.loss, strategy, metrics=[metric])
-    step.run(iter(tmg.distribute_dataset(problem.dataset(), strategy)), 1000)
-    right = right_metrics(make, problem)
-    return Difference(difference([np.asarray(metric.result())], [right]), "metric")
+        model, _ = fresh(EVEN)
+        metric = LargestLabel()
+    step = tmg.make_eval_step(model, EVEN.loss, strategy, metrics=[metric])
+    step.run(iter(tmg.distribute_dataset(EVEN.dataset(), strategy)), 1000)
+    return from_the_largest(metric)
+
+
+def loss_of_an_output(evaluate: Callable[..., Any], strategy: Any) -> Difference:
+    """The reported loss of the first of two outputs; the last batch has 3 rows."""
+    with strategy.scope():
+        x = keras.Input((6,))
+        model = keras.Model(x, [keras.layers.Dense(1, name=name)(x) for name in "ab"])
+        model.compile("sgd", ["mse", "mae"])
+    features, y = X[:67] / 10, Y[:67, None].astype("float32") / 10
+    data = tf.data.Dataset.from_tensor_slices((features, (y, y))).batch(64)
+    expected = np.mean((y - features @ model.layers[1].get_weights()[0]) ** 2)
+    return Difference(abs(evaluate(model, data, verbose=0)["a_loss"] - float(expected)), "loss")
 
 
 class LargestLabel(keras.metrics.Metric):
@@ -185,12 +190,21 @@ METRICS = [
     Layer(
         name="metric-maximum",
         title="A metric of your own whose state is a maximum",
-        plain=lambda: metric_in_a_loop(LargestLabel, EVEN),
-        ours=lambda: told(lambda: metric_in_a_step(LargestLabel, EVEN)),
+        plain=metric_in_a_loop,
+        ours=lambda: told(metric_in_a_step),
         ours_kind="warning",
         ours_says="ReplicaDependenceWarning",
         reason="what is not a sum cannot be added over replicas; the warning of the first step "
         "names the metric",
+    ),
+    Layer(
+        name="evaluate-two-outputs",
+        title="`evaluate`, a last batch of 3 rows, even on one device: the loss of an output",
+        plain=lambda: loss_of_an_output(
+            functools.partial(keras.Model.evaluate, return_dict=True), tf.distribute.get_strategy()
+        ),
+        ours=lambda: loss_of_an_output(tmg.evaluate, strategy_of(2)),
+        links=("k#23084",),
     ),
     Layer(
         name="stateful-rnn",

@@ -91,7 +91,7 @@ LAW = (
         NORM,
     ),
     broken(
-        "of a row that an embedding looks up twice one gradient counts",
+        "an embedding row that is looked up twice gets one gradient, not two",
         "    gradient = tf.convert_to_tensor(gradient)  # Rows",
         "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
         NORM,

@@ -60,7 +60,7 @@ class StrategyPlan:
     communication_reason: str
     unmet: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # Also what ``print`` and a notebook show.
         """Returns the plan, one line for each question about it."""
         count = f"{self.num_replicas} replica{'' if self.num_replicas == 1 else 's'} on"
         count = "a replica on each core of" if self.num_replicas is None else count

@@ -83,7 +83,7 @@ def inspect_machine() -> Machine:
             parse_device_name(gpu.name): bool(config.experimental.get_memory_growth(gpu))
             for gpu in config.get_visible_devices("GPU")
         },
-        started=started and "/job:localhost" in config.list_logical_devices("CPU")[0].name,
+        started=started and "/job:" not in config.list_logical_devices("CPU")[0].name,
         **_keras(),
         plan=plan,
     )
