@@ -34,9 +34,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"directory": "gs://bucket/run"}, ValueError, "Mount remote storage and give its path"),
     ({"extra": {"a": 5}}, TypeError, "save only variables of numbers. Received: extra={'a'"),
     ({"extra": {"a": [tf.Variable("text")]}}, TypeError, "Received: extra={'a': [<tf.Variable"),
-    ({"extra": {"a": print}}, TypeError, "train_step=tmg.chain_steps(first, second)"),
     ({"train_step": 5}, TypeError, "Write tmg.Checkpoints(directory, train_step=step)."),
-    ({"train_step": 5, "model": None}, TypeError, r"must come from tmg.make_train_step"),
     ({"model": None}, TypeError, "model must be a Keras model. Received: None"),
     ({"data": batches().shuffle(9).repeat()}, tmg.CheckpointError, "data=lambda epoch: dataset"),
 ]
@@ -106,7 +104,9 @@ def test_a_run_that_was_not_restored_does_not_lose_what_it_saves(
     first = tmg.Checkpoints(tmp_path, model)
     first.after_step(10)
     first.save()
-    text = r"cannot save step {} .* Received: it has step 10.* call checkpoints\.restore\(\) first"
+    text = (
+        r"cannot save step {} .* Received: .*it has step 10.* call checkpoints\.restore\(\) first"
+    )
     again = tmg.Checkpoints(tmp_path, model)
     with pytest.raises(tmg.CheckpointError, match=text.format(0)):
         next(again.epochs(1))

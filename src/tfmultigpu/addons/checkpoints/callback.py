@@ -5,10 +5,11 @@ Their state is what ``state()`` returns, which ``set_state(value)`` takes, or pl
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import enum
 import inspect
 import logging
+import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -21,19 +22,15 @@ from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.worker_exchange import digest_of
 from tfmultigpu.types import FitStart, RunningFit
 
 _log = logging.getLogger("tfmultigpu")
 _METRICS = "fit/metrics"
 
-# Keras sets the first two. The others, of TensorBoard and CSVLogger, describe this process' files.
-_NOT_STATE = {"params", "model", "is_tracing", "profiler_started", "should_write_train_graph"}
-_NOT_STATE |= {"log_write_dir", "train_dir", "val_dir", "writers", "prev_summary_state"}
-_NOT_STATE |= {"append_header"}
 _METHOD = "state()"
 
-# Callbacks by name, with a text for each attribute named like a parameter of their constructor.
-_Callbacks = dict[str, tuple[Any, dict[str, str]]]
+_States = dict[str, dict[str, Any]]  # In JSON types, by the names of callbacks and attributes.
 
 
 class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -56,32 +53,27 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def load(self, stored: Stored | None) -> None:
         """Takes a checkpoint; None if the run continues in a loop without ``fit``."""
         self._fit: Any = None  # A ``RunningFit``, once it has begun.
-        self._callbacks: _Callbacks = {}
+        self._callbacks: dict[str, Any] = {}
         self._has_trained = self._is_due = False
-        self._stored = stored if stored is not None and stored.run["fit"] is not None else None
+        self._stored: Any = stored if stored is not None and stored.run["fit"] else None
         self._restored: Arrays = {}  # The variables of the run as hooks must leave them.
+        # States of callbacks when training began; with their arrays in a run that resumes.
+        self._begin: tuple[_States, Arrays] = {}, {}
 
     def read(self) -> tuple[Mapping[str, Any] | None, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
-            arrays = self._stored.arrays
-            return self._stored.run["fit"], {n: a for n, a in arrays.items() if n[:4] == "fit/"}
-        if self._fit is None:
+            return self._stored.run["fit"], self._stored.of_fit
+        if not self._has_trained:
             return None, {}
-        arrays = dict(state.read_state(self._metric_variables(), self._exchange))
+        states, arrays = _read_states(self._callbacks, self._variables, self._begin[0])
         fit = {
-            "callbacks": _read_states(self._callbacks, arrays, self._variables),
+            "callbacks": states,
             "stopped": not self._run.step_in_epoch and self.is_stopping(),
-            "start": dataclasses.astuple(self._start(self._fit, self._fit.batches)),
-            "data": dict(self._fit.data),
+            "begin": [self._fit.seed, self._fit.first_epoch, self._fit.batches],
             "sums": dict(self._fit.sums),
         }
-        return fit, arrays
-
-    def _start(self, fit: RunningFit, batches: int) -> FitStart:
-        """Returns the place at which the run is now."""
-        epoch = fit.first_epoch + self._run.epoch
-        return FitStart(fit.seed, fit.first_epoch, epoch, self._run.step_in_epoch, batches)
+        return fit, {**arrays, **state.read_state(self._metrics(), self._exchange)}
 
     def on_fit_begin(self, fit: RunningFit) -> FitStart:
         """Returns where a ``fit`` begins, before its data is prepared."""
@@ -92,25 +84,32 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 "tmg.Checkpoints(another_directory, model, model.optimizer)."
             )
         self._fit, self._callbacks = fit, _named(fit.callbacks)
-        if self._stored is None:
-            return self._start(fit, 0)
-        # What the program changed since ``restore`` is part of the run.
-        self._restored = self._variables.read()
-        stored = self._stored.run["fit"]
-        start = FitStart(*stored["start"])
-        if stored["stopped"]:
+        seed, first, batches, is_over = fit.seed, fit.first_epoch, 0, False
+        if self._stored is not None:
+            # What the program changed since ``restore`` is part of the run.
+            self._restored = self._variables.read(self._run.data)
+            seed, first, batches = self._stored.run["fit"]["begin"]
+            is_over = self._stored.run["fit"]["stopped"]
+        if is_over:
             _log.warning("A callback ended this run. To train further, fit without checkpoints.")
-            start = dataclasses.replace(start, epoch=fit.epochs)
-        return start
+        epoch = fit.epochs if is_over else first + self._run.epoch
+        return FitStart(seed, first, epoch, self._run.step_in_epoch, batches)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
+        if self._fit is None or self._has_trained:
+            raise CheckpointError(
+                "The fit of Keras cannot resume. Received: checkpoints.callback() in model.fit. "
+                "Write tmg.fit(model, data, callbacks=[...]), or tmg.prepare(model) before it."
+            )
         self._run.listen()
         self._has_trained = True
         self._variables.check_holds(self._fit.changed_variables())
+        self._run.note_data(self._fit.data)
+        self._begin = _read_states(self._callbacks, self._variables)
         if self._stored is None:
+            self._begin = self._begin[0], {}
             return
-        self._run.check_data({n: v for n, v in self._fit.data.items() if v is not None})
         stored = self._stored.run["fit"]["callbacks"]
         if missing := sorted(stored.keys() - self._callbacks.keys()):
             _log.warning(
@@ -126,10 +125,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Restores the logs of a resumed epoch, after all other ``on_epoch_begin``."""
         if self._stored is not None:
             self._undo_hooks()
-            variables = self._metric_variables()
-            arrays = {n: a for n, a in self._stored.arrays.items() if n.startswith(_METRICS)}
-            state.check_fits(variables, arrays, "a checkpoint within an epoch")
-            state.write_state(variables, arrays, self._exchange)
+            metrics = self._metrics()
+            arrays = {n: a for n, a in self._stored.of_fit.items() if n.startswith(_METRICS)}
+            state.check_fits(metrics, arrays, "a checkpoint within an epoch")
+            state.write_state(metrics, arrays, self._exchange)
             self._fit.sums.update(self._stored.run["fit"]["sums"])
             self._stored = None
 
@@ -152,109 +151,104 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_fit_exit(self) -> None:
         """Restores the handler of the stop signal, also after an error."""
-        self._run.stop_listening()
+        self._run.signal.stop_listening()
 
     def is_stopping(self) -> bool:
         """Returns whether a callback of any worker ends the ``fit``, if one runs."""
         stops = self._fit is not None and bool(self.model.stop_training)
         return bool(self._exchange("whether fit stops", [int(stops)]).any())
 
+    def _metrics(self) -> dict[str, Any]:
+        return state.by_name({_METRICS: self._fit.metric_variables()})
+
     def _undo_hooks(self) -> None:
         state.write_state(self._variables.all(), self._restored, self._exchange)
-        if self._stored is not None:
-            states = self._stored.run["fit"]["callbacks"]
-            _write_states(self._callbacks, states, self._stored.arrays)
-
-    def _metric_variables(self) -> dict[str, Any]:
-        return state.numbered(_METRICS, self._fit.metric_variables())
+        _write_states(self._callbacks, *self._begin)
+        _write_states(self._callbacks, self._stored.run["fit"]["callbacks"], self._stored.of_fit)
 
 
-def _named(callbacks: Iterable[Any]) -> _Callbacks:
+def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Names callbacks by class, monitored metric and order; those of ``fit`` are left out."""
-    by_name: _Callbacks = {}
+    by_name: dict[str, Any] = {}
     for callback in callbacks:
-        kind = type(callback)
-        if kind.__name__ != "ProgbarLogger" and not kind.__module__.startswith("tfmultigpu."):
-            name = f"{kind.__name__} {getattr(callback, 'monitor', '')}".strip()
+        if not isinstance(callback, (CheckpointCallback, keras.callbacks.ProgbarLogger)):
+            name = f"{type(callback).__name__} {getattr(callback, 'monitor', '')}".strip()
             number = sum(key.rpartition(" #")[0] == name for key in by_name)
-            own = _parameters(callback, of_keras=False)
-            settings = {n: repr(v) for n, v in vars(callback).items() if n.lstrip("_") in own}
-            by_name[f"{name} #{number}"] = callback, settings
+            by_name[f"{name} #{number}"] = callback
     return by_name
 
 
 def _read_states(
-    callbacks: _Callbacks, arrays: dict[str, np.ndarray[Any, Any]], variables: RunVariables
-) -> dict[str, dict[str, Any]]:
-    """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``."""
-    states: dict[str, dict[str, Any]] = {}
-    saved = {id(variable) for variable in variables.all().values()}
-    unsaved: list[str] = []
-    for key, (callback, settings) in callbacks.items():
-        states[key] = {}
-        for name, value in _values(callback, settings, saved).items():
-            try:
-                states[key][name] = _pack(value, arrays)
-            except (TypeError, RecursionError) as error:
-                if name == _METHOD:
-                    raise CheckpointError(
-                        f"The state of a callback cannot be saved. Received: {error} from "
-                        f"state() of {key}. Return numbers, strings, arrays, or lists and "
-                        "dicts of them."
-                    ) from None
-                if not is_part_of_keras(type(callback)):
-                    unsaved.append(f"{type(callback).__name__}.{name} ({error})")
-    if unsaved:
-        _warn_of_unsaved(", ".join(unsaved))
-    return states
+    callbacks: Mapping[str, Any], variables: RunVariables, begin: _States | None = None
+) -> tuple[_States, dict[str, np.ndarray[Any, Any]]]:
+    """Returns the state of each callback and its arrays by name.
 
-
-def _write_states(
-    callbacks: _Callbacks, stored: Mapping[str, Mapping[str, Any]], arrays: Arrays
-) -> None:
-    """Restores the stored states; callbacks without one keep their values."""
-    for key in stored.keys() & callbacks.keys():
-        for name, packed in stored[key].items():
-            value = _unpack(packed, arrays)
-            if name == _METHOD:
-                callbacks[key][0].set_state(value)
-            else:
-                setattr(callbacks[key][0], name, value)
-
-
-@functools.cache  # Not again at each save.
-def _warn_of_unsaved(attributes: str) -> None:
-    _log.warning(
-        "Checkpoints cannot save these attributes of callbacks: %s. A resumed run starts with new "
-        "ones. Write state(), which returns numbers, strings, arrays, or lists and dicts of them, "
-        "and set_state(value) in the callback.",
-        attributes,
-    )
-
-
-def _values(callback: Any, settings: Mapping[str, str], saved: Collection[int]) -> dict[str, Any]:
-    """Returns the result of ``state()``, or all attributes that may be state.
-
-    Arguments of a constructor are not, unless they have changed: a run resumed with another
-    ``patience`` uses it. Nor are functions, and what has only variables that are ``saved``.
+    That is what ``state()`` returns, or all attributes that differ from those at the ``begin`` of
+    training: the others are settings, which a resumed run may change. Without ``begin`` it is all
+    attributes, with a tuple of a text for those that are not plain.
     """
-    if all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state")):
-        return {_METHOD: callback.state()}
-    skipped = _NOT_STATE | _parameters(callback, of_keras=True)
+    saved = {id(variable) for variable in variables.all().values()}
+    states: _States = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    unsaved: list[str] = []
+    for key, callback in callbacks.items():
+        states[key] = {}
+        values = _attributes(callback, saved)
+        if all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state")):
+            values = {} if begin is None else {_METHOD: callback.state()}
+        for name, value in values.items():
+            own: dict[str, np.ndarray[Any, Any]] = {}
+            try:
+                packed, error = _pack(value, own), None
+            except (TypeError, RecursionError) as reason:
+                packed, error = (repr(value),), reason
+            # The text of other objects need not tell that they have changed.
+            is_told = error is None or isinstance(value, (enum.Enum, os.PathLike))
+            if begin is not None and begin[key].get(name, begin) == packed and is_told:
+                continue
+            if begin is None or error is None:
+                states[key][name] = packed
+                arrays |= own
+            elif name == _METHOD or not is_part_of_keras(type(callback)):
+                unsaved.append(f"{type(callback).__name__}.{name} ({error})")
+    if unsaved:
+        message = (
+            f"Checkpoints cannot save these attributes of callbacks: {', '.join(unsaved)}. A "
+            "resumed run would start with new ones. Write state(), which returns numbers, strings, "
+            "arrays, or lists and dicts of them, and set_state(value) in the callback."
+        )
+        if any(_METHOD in name for name in unsaved):
+            raise CheckpointError(message)
+        warnings.warn(message, stacklevel=2)  # Python shows the same text once.
+    return states, arrays
+
+
+def _attributes(callback: Any, saved: Collection[int]) -> dict[str, Any]:
+    """Returns attributes that may be state: not functions, nor what has only ``saved`` variables.
+
+    Arguments of Keras are not: EarlyStopping changes its ``min_delta`` with a function beside it.
+    """
+    kinds = [kind for kind in type(callback).__mro__ if is_part_of_keras(kind)]
+    constructors = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
+    settings = {name for each in constructors for name in inspect.signature(each).parameters}
 
     def is_state(name: str, value: Any) -> bool:
+        if name.lstrip("_") in {"params", "model", *settings}:
+            return False
         if hasattr(value, "variables"):
             return any(id(tf_variable(variable)) not in saved for variable in value.variables)
-        return not callable(value) and settings.get(name) != repr(value)
+        return not callable(value)
 
-    attributes = {n: v for n, v in vars(callback).items() if n.lstrip("_") not in skipped}
-    return {name: value for name, value in attributes.items() if is_state(name, value)}
+    return {name: value for name, value in vars(callback).items() if is_state(name, value)}
 
 
-def _parameters(callback: Any, *, of_keras: bool) -> set[str]:
-    kinds = [kind for kind in type(callback).__mro__[:-1] if is_part_of_keras(kind) is of_keras]
-    constructors = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
-    return {name for each in constructors for name in inspect.signature(each).parameters}
+def _write_states(callbacks: Mapping[str, Any], states: _States, arrays: Arrays) -> None:
+    for key in states.keys() & callbacks.keys():
+        for name, packed in states[key].items():
+            if name == _METHOD:
+                callbacks[key].set_state(_unpack(packed, arrays))
+            elif not isinstance(packed, tuple):
+                setattr(callbacks[key], name, _unpack(packed, arrays))
 
 
 def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
@@ -265,12 +259,13 @@ def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
     if kind in (list, tuple, dict):
         items = [_pack(item, arrays) for item in (value.items() if kind is dict else value)]
         return items if kind is list else {kind.__name__: items}
-    array = np.array(value) if isinstance(value, (np.ndarray, np.generic)) else None
-    if array is None or array.dtype.kind not in "biufcSUMm":
+    dtype = value.dtype if kind is np.ndarray or isinstance(value, np.generic) else np.dtype(object)
+    if dtype.kind not in "biufcSUMm" and dtype.isbuiltin != 2:  # 2: bfloat16 and similar types.
         raise TypeError(kind.__name__)
-    name = f"fit/callbacks/{len(arrays)}"
-    arrays[name] = array
-    return {"array": name}
+    content = np.array(value)
+    name = f"fit/callbacks/{digest_of(f'{dtype} {content.shape} '.encode() + content.tobytes())}"
+    arrays[name] = content
+    return {"array": [name, dtype.name if dtype.isbuiltin == 2 else dtype.str]}
 
 
 def _unpack(packed: Any, arrays: Arrays) -> Any:
@@ -281,5 +276,6 @@ def _unpack(packed: Any, arrays: Arrays) -> Any:
         return packed
     ((kind, content),) = packed.items()
     if kind == "array":
-        return np.array(arrays[content])[()]  # Of no dimensions: a scalar.
+        name, dtype = content
+        return np.array(arrays[name]).view(dtype)[()]  # Of no dimensions: a scalar.
     return {"tuple": tuple, "dict": dict}[kind](_unpack(content, arrays))

@@ -1,4 +1,4 @@
-"""A directory of checkpoints for all workers; each file is whole or not there.
+"""Checkpoints in a directory of all workers; each file is whole or not there.
 
 ``step-00000120.npz`` holds the arrays of a run, which NumPy reads, and its description as JSON in
 the array ``run``. It is written under a hidden name, flushed to the disk, and put in place by one
@@ -12,24 +12,26 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tfmultigpu.errors import CheckpointError
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Stored(NamedTuple):
-    """An intact checkpoint: its file, the description of the run, its arrays."""
+    """An intact checkpoint: its file, the description of the run, arrays of it and of ``fit``."""
 
     path: Path
     run: dict[str, Any]
     arrays: Arrays
+    of_fit: Arrays
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
@@ -52,85 +54,79 @@ def read(path: Path) -> Stored:
             f"it has format {run['format']} and {len(arrays)} of {run['arrays']} arrays; this "
             f"version reads format {_FORMAT}"
         )
-    return Stored(path, run, arrays)
+    of_fit = {name: arrays.pop(name) for name in list(arrays) if name.startswith("fit/")}
+    return Stored(path, run, arrays, of_fit)
 
 
-class Directory:
-    """The checkpoints of a run; all workers must call every method, and the chief writes."""
+def newest(directory: Path, exchange: WorkerExchange) -> Stored | None:
+    """Returns the newest intact checkpoint; None if there is none, damaged or not.
 
-    def __init__(self, path: Path, exchange: Any) -> None:
-        """Stores the path and the ``WorkerExchange``; reads and writes nothing."""
-        self._path, self._exchange = path, exchange
-
-    def newest(self) -> Stored | None:
-        """Returns the newest intact checkpoint; None if there is none, damaged or not."""
-        stored, damaged = None, []
-        for path in reversed(steps_in(self._path).values()):
-            try:
-                stored = read(path)
-                break
-            except Exception as error:
-                damaged.append(path)
-                warnings.warn(
-                    f"A checkpoint is damaged and was skipped. Received: {path}: "
-                    f"{type(error).__name__}: {error}. The run resumes from an older one.",
-                    stacklevel=3,
-                )
-        step = -1 if stored is None else stored.run["step"]
-        steps = self._exchange("the step of the newest checkpoint", [step])[:, 0].tolist()
-        if len(set(steps)) > 1:
-            raise CheckpointError(
-                f"The workers see different checkpoints in {self._path}. Received: step of each "
-                f"worker: {steps}. Give a directory that all workers share."
+    All workers must call it, and see the same one.
+    """
+    stored, damaged = None, []
+    for path in reversed(steps_in(directory).values()):
+        try:
+            stored = read(path)
+            break
+        except Exception as error:
+            damaged.append(path)
+            warnings.warn(
+                f"A checkpoint is damaged and was skipped. Received: {path}: "
+                f"{type(error).__name__}: {error}. The run resumes from an older one.",
+                stacklevel=3,
             )
-        if stored is None and damaged:
-            raise CheckpointError(
-                f"All checkpoints in {self._path} are damaged. Received: "
-                f"{[path.name for path in damaged]}. To start over, give another directory."
-            )
-        for path in damaged if self._exchange.is_chief else ():  # Else they would count as later.
-            path.rename(path.with_name(f"damaged-{path.name}"))
-        return stored
+    step = -1 if stored is None else stored.run["step"]
+    steps = exchange("the step of the newest checkpoint", [step])[:, 0].tolist()
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"The workers see different checkpoints in {directory}. Received: step of each "
+            f"worker: {steps}. Give a directory that all workers share."
+        )
+    if stored is None and damaged:
+        raise CheckpointError(
+            f"All checkpoints in {directory} are damaged. Received: "
+            f"{[path.name for path in damaged]}. To start over, give another directory."
+        )
+    for path in damaged if exchange.is_chief else ():  # Else they would count as later.
+        path.rename(path.with_name(f"damaged-{path.name}"))
+    return stored
 
-    def write(self, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
-        """Writes a checkpoint to last, and deletes all others but the newest ``keep`` - 1."""
-        path, hidden = self._path / f"step-{step:08d}.npz", self._path / ".half-written.npz"
-        text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
 
-        def save() -> None:
-            self._path.mkdir(parents=True, exist_ok=True)
-            with hidden.open("wb") as file:
-                np.savez(file, run=np.frombuffer(text.encode(), "uint8"), **arrays)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            hidden.replace(path)
-            for old in list(steps_in(self._path).values())[:-keep]:
-                old.unlink(missing_ok=True)
+def save(
+    directory: Path, exchange: WorkerExchange, step: int, keep: int, content: Any = None
+) -> Path:
+    """Has the chief write a checkpoint to last, and delete all but the newest ``keep``.
 
-        self._on_chief(step, save)
-        return path
+    All workers must call it, and learn whether the chief could. Without ``content``, the
+    description of the run and its arrays, it is only checked that the chief may.
+    """
+    path, failure = directory / f"step-{step:08d}.npz", ""
+    try:
+        if exchange.is_chief:
+            directory.mkdir(parents=True, exist_ok=True)
+            if later := [other for other in steps_in(directory) if other > step]:
+                raise FileExistsError(f"it has step {later[-1]}, which this run has not reached")
+            if content is not None:
+                _write(path, step, *content)
+                for old in list(steps_in(directory).values())[:-keep]:
+                    old.unlink(missing_ok=True)
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
+    if exchange("how the chief wrote a checkpoint", [int(bool(failure))])[0, 0]:
+        raise CheckpointError(
+            f"The chief cannot save step {step} to {directory}. Received: "
+            f"{failure or 'see the output of the chief'}. Its checkpoints are unchanged. To "
+            "resume from them, call checkpoints.restore() first. To start over, give another "
+            "directory; it must be writable and have enough space."
+        )
+    return path
 
-    def check(self, step: int) -> None:
-        """Checks before any training that a run at a step may write."""
-        self._on_chief(step, lambda: self._path.mkdir(parents=True, exist_ok=True))
 
-    def _on_chief(self, step: int, save: Callable[[], object]) -> None:
-        """Has the chief save, unless there are later steps; all workers learn whether it could."""
-        failure = ""
-        if self._exchange.is_chief:
-            try:
-                later = [other for other in steps_in(self._path) if other > step]
-                failure = (
-                    f"it has step {later[-1]}, which this run has not reached" if later else ""
-                )
-                if not later:
-                    save()
-            except OSError as error:
-                failure = f"{type(error).__name__}: {error}"
-        if self._exchange("how the chief wrote a checkpoint", [int(bool(failure))])[0, 0]:
-            raise CheckpointError(
-                f"The chief cannot save step {step} to {self._path}. Received: "
-                f"{failure or 'see the output of the chief'}. Its checkpoints are unchanged. To "
-                "resume from them, call checkpoints.restore() first. To start over, give another "
-                "directory; it must be writable and have enough space."
-            )
+def _write(path: Path, step: int, run: Mapping[str, Any], arrays: Arrays) -> None:
+    text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
+    hidden = path.with_name(".half-written.npz")
+    with hidden.open("wb") as file:
+        np.savez(file, run=np.frombuffer(text.encode(), "uint8"), **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)

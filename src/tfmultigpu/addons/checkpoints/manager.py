@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
-from tfmultigpu.addons.checkpoints.files import Directory
+from tfmultigpu.addons.checkpoints.files import newest, save
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
@@ -87,26 +87,25 @@ class Checkpoints:
         self.keep = check_count("keep", keep)
         self._variables = RunVariables(model, optimizer, train_step, extra)
         self._exchange = self._variables.exchange
-        self._files = Directory(self.directory, self._exchange)
         self._vote = StopVote(self._exchange)
-        self._signal = StopSignal(signal.SIGTERM)
+        self.signal = StopSignal(signal.SIGTERM)
         self._position = Position()
         self.data: PositionedDataset | None = None
         if data is not None:
             self.data = position_data(data, self._exchange.strategy, self._position)
-        self._steps = self._updates = self._variables.count_updates()
-        self._counts = False
-        # A hash of the first batch of this epoch, or of the one before until this one has begun.
-        self._first_batch: int | None = None
-        # What a checkpoint says of the data, until it was compared.
+        self._steps = self._variables.count_updates()
+        self._updates: int | None = self._steps  # None once steps are counted.
+        # What is known of the data, and what a checkpoint says of it until it was compared.
+        self._known: dict[str, Any] = {}
         self._expected: dict[str, Any] = {}
         self._callback = CheckpointCallback(self, self._variables)
 
     @property
     def step(self) -> int:
         """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
-        uncounted = 0 if self._counts else self._variables.count_updates() - self._updates
-        return self._steps + uncounted
+        if self._updates is None:
+            return self._steps
+        return self._steps + self._variables.count_updates() - self._updates
 
     @property
     def epoch(self) -> int:
@@ -127,17 +126,17 @@ class Checkpoints:
             ClusterError: Workers have different weights or learning rates.
         """
         self._check_counted(self.step == self._steps)
-        self._variables.prepare_to_save(self.data)
+        arrays = self._variables.read(self.data)
         fit, arrays_of_fit = self._callback.read()
         run = {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            _FIRST: self._first_batch,
+            "data": self._known,
             "owned": self._variables.is_owned,
             "fit": fit,
         }
-        arrays = {**self._variables.read(), **arrays_of_fit}
-        return self._files.write(self.step, arrays, run, self.keep)
+        content = run, {**arrays, **arrays_of_fit}
+        return save(self.directory, self._exchange, self.step, self.keep, content)
 
     def restore(self) -> int | None:
         """Restores the newest intact checkpoint, and returns its step; None if there is none.
@@ -148,16 +147,14 @@ class Checkpoints:
             CheckpointError: The checkpoint is of another model, all checkpoints are damaged, or
                 workers see different checkpoints.
         """
-        stored = self._files.newest()
+        stored = newest(self.directory, self._exchange)
         if stored is None:
             return None
         self._variables.restore(stored, self.data)
         self._callback.load(stored)
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.epoch, self._position.step = stored.run["epoch"], stored.run["step_in_epoch"]
-        self._first_batch, fit = stored.run[_FIRST], stored.run["fit"] or {"data": {}}
-        expected = {_FIRST: self._first_batch, **fit["data"]}
-        self._expected = {n: value for n, value in expected.items() if value is not None}
+        self._known, self._expected = stored.run["data"], dict(stored.run["data"])
         if self.data is not None:
             self.data.is_begun = False
             ended = _FIRST in self._expected and not self.step_in_epoch
@@ -176,10 +173,9 @@ class Checkpoints:
         try:
             while self.epoch < epochs:
                 yield self.epoch
-                self._check_counted(self._position.step > 0)
                 self.end_epoch()
         finally:
-            self.stop_listening()
+            self.signal.stop_listening()
 
     def after_step(self, steps: int = 1) -> None:
         """Counts steps; saves and exits if SIGTERM came.
@@ -193,23 +189,21 @@ class Checkpoints:
             SystemExit: SIGTERM came, here or on another worker, and the run was saved.
         """
         steps = check_count("steps", steps, 0)
-        self._counts, is_first = True, not self._position.step
+        is_first, self._updates = not self._position.step, None
         self._steps += steps
         self._position.step += steps
         if self.data is not None:
             # An iterator of the epoch before would make a resumed run begin with other batches.
             self._check_counted(self.data.is_begun)
             if is_first or _FIRST in self._expected:
-                self._note_first_batch(self.data.first_hash())
+                self.note_data({_FIRST: self.data.first_hash()})
         self._stop_if_asked(steps)
 
     def end_epoch(self) -> None:
         """Ends an epoch; ``epochs`` and ``fit`` call it."""
         if self.data is not None:
-            if _FIRST in self._expected:  # Resumed at the end of this epoch: its pass must count.
-                if not self.data.is_begun:
-                    iter(self.data)
-                self._note_first_batch(self.data.first_hash())
+            self._check_counted(self.step_in_epoch > 0 and self.data.is_begun)
+            self.note_data({_FIRST: self.data.first_hash()})  # Of a pass without more steps.
             self.data.is_begun = False
         self._position.epoch, self._position.step = self.epoch + 1, 0
         self._stop_if_asked(0, now=True)
@@ -222,20 +216,17 @@ class Checkpoints:
         Args:
             every_steps: Save after every so many steps of the run; None means after each epoch.
         """
-        every = None if every_steps is None else check_count("every_steps", every_steps)
-        self._callback.every_batches = every
+        if every_steps is not None:
+            every_steps = check_count("every_steps", every_steps)
+        self._callback.every_batches = every_steps
         return self._callback
 
     def listen(self) -> None:
         """Checks directory and data, then handles SIGTERM, before any training."""
-        self._files.check(self.step)
+        save(self.directory, self._exchange, self.step, self.keep)
         if self.data is not None and _FIRST in self._expected and not self.step_in_epoch:
-            self._note_first_batch(self.data.hash_of_last_epoch())
-        self._signal.listen()
-
-    def stop_listening(self) -> None:
-        """Restores the earlier handler of SIGTERM, which a late signal goes to."""
-        self._signal.stop_listening()
+            self.note_data({_FIRST: self.data.hash_of_last_epoch()})
+        self.signal.listen()
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
@@ -247,8 +238,8 @@ class Checkpoints:
                 "checkpoints.after_step() after each step."
             )
 
-    def check_data(self, description: Mapping[str, Any]) -> None:
-        """Compares what is known of the data, once, with what the checkpoint says of it."""
+    def note_data(self, description: Mapping[str, Any]) -> None:
+        """Notes what is known of the data, and compares it once with that of the checkpoint."""
         pairs = {
             n: (v, self._expected.pop(n)) for n, v in description.items() if n in self._expected
         }
@@ -262,16 +253,13 @@ class Checkpoints:
                 "in another directory. What shuffles by itself needs a function of the epoch: "
                 "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
             )
-
-    def _note_first_batch(self, first_batch: int | None) -> None:
-        self.check_data({_FIRST: first_batch})
-        self._first_batch = first_batch
+        self._known |= {n: value for n, value in description.items() if value is not None}
 
     def _stop_if_asked(self, steps: int, now: bool = False) -> None:
-        is_asked = self._vote(self._signal.received, steps, now)
+        is_asked = self._vote(self.signal.received, steps, now)
         # If a callback stops fit, its epoch ends before it is saved.
         if is_asked and not (self.step_in_epoch and self._callback.is_stopping()):
             path = self.save()
-            code, self._signal.received = 128 + signal.SIGTERM, False  # As a shell reports it.
+            code, self.signal.received = 128 + signal.SIGTERM, False  # As a shell reports it.
             _log.warning("Asked to stop: saved step %d to %s, exit %d", self.step, path, code)
             raise SystemExit(code)

@@ -65,37 +65,35 @@ class RunVariables:
 
     def all(self) -> dict[str, Any]:
         """Returns all variables of TensorFlow that exist, by group, number in it, and path."""
-        seeds = _compat.global_seeds()
-        named = {} if seeds is None else {_SEEDS: seeds.state.value}
-        for name, variables in _extra_variables(self._extra).items():
-            named |= numbered(f"extra/{name}", variables)
+        groups: dict[str, Iterable[Any]] = {**_extra_variables(self._extra)}
+        if self._step is not None:
+            groups["step/metrics"] = [v for m in self._step.metrics for v in m.variables]
         for prefix, (model, optimizer, _) in self._trained.items():
-            named |= numbered(f"{prefix}model", model.variables)
+            groups[f"{prefix}model"] = model.variables
+            groups[f"{prefix}attributes"] = _untracked_variables(model)
+            # Of the model and its layers; ``model.metrics`` has those of compile too.
+            metrics = keras.layers.Layer.metrics.fget(model)
+            groups[f"{prefix}metrics"] = [v for metric in metrics for v in metric.variables]
             if optimizer is not None:
-                named |= numbered(f"{prefix}optimizer", optimizer.variables)
-                if (scale := kept_loss_scales.get(optimizer)) is not None:
-                    named |= numbered(f"{prefix}loss_scale", scale.variables)
-            named |= numbered(f"{prefix}attributes", _untracked_variables(model))
-        return named
+                groups[f"{prefix}optimizer"] = optimizer.variables
+                scale = kept_loss_scales.get(optimizer)
+                groups[f"{prefix}loss_scale"] = () if scale is None else scale.variables
+        seeds = _compat.global_seeds()
+        return by_name(groups) | ({} if seeds is None else {_SEEDS: seeds.state.value})
 
-    def read(self) -> Arrays:
-        """Returns the arrays of all variables by name."""
+    def read(self, data: Any) -> Arrays:
+        """Returns the arrays of all variables by name; checks that they are all, and alike."""
+        self._build(data)
+        self.check_holds(() if self._step is None else self._step.changed_variables())
         alike: list[Any] = []
         for model, optimizer, _ in self._trained.values():
+            check_values_alike(self.exchange.strategy, model, optimizer)
             alike += [*model.trainable_variables, *(optimizer.variables if optimizer else ())]
         return read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
 
-    def prepare_to_save(self, data: Any) -> None:
-        """Builds what is not built; checks that all is saved, and the same on all workers."""
-        self._build(data)
-        self.check_holds(() if self._step is None else self._step.changed_variables())
-        for model, optimizer, _ in self._trained.values():
-            check_values_alike(self.exchange.strategy, model, optimizer)
-
     def restore(self, stored: Stored, data: Any) -> None:
-        """Restores a checkpoint; optimizers that are not built yet are built as a step would."""
-        strategy = self.exchange.strategy
-        arrays = {n: array for n, array in stored.arrays.items() if not n.startswith("fit/")}
+        """Restores a checkpoint; what is not built yet is built as a step would."""
+        strategy, arrays = self.exchange.strategy, stored.arrays
         self._build(data, True if stored.run["owned"] and is_mirrored(strategy) else "auto")
         for prefix, (_, optimizer, _) in self._trained.items():
             if any(name.startswith(f"{prefix}loss_scale/") for name in arrays):
@@ -114,15 +112,12 @@ class RunVariables:
 
     def _build(self, data: Any, shard_update: ShardUpdate = "auto") -> None:
         strategy, spec = self.exchange.strategy, None if data is None else data.element_spec
-        for model, *_ in self._trained.values():
+        for model, optimizer, variables in self._trained.values():
             prepare_model(model, strategy, spec)
-        for _, optimizer, variables in self._trained.values():
-            if optimizer is None or optimizer.built:
-                continue
-            if self._step is None:
+            if self._step is None and optimizer is not None and not optimizer.built:
                 choose_update(optimizer, variables, strategy, shard_update)
-            elif spec is not None:
-                self._step.settle(lambda: spec)
+        if self._step is not None and spec is not None:
+            self._step.settle(lambda: spec)
 
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""
@@ -143,24 +138,28 @@ def _path(variable: Any) -> str:
     return str(variable.name if isinstance(variable, tf.Variable) else variable.path)
 
 
-def numbered(group: str, variables: Iterable[Any]) -> dict[str, Any]:
-    """Returns the variables of a group by number and path.
-
-    Paths are without the numbers that Keras counts per process.
-    """
-    named = enumerate(variables)
-    return {f"{group}/{i:04d}/{_COUNTED.sub('', _path(v))}": tf_variable(v) for i, v in named}
+def by_name(groups: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+    """Returns the variables of groups by number and path, without what Keras counts per process."""
+    return {
+        f"{group}/{i:04d}/{_COUNTED.sub('', _path(variable))}": tf_variable(variable)
+        for group, variables in groups.items()
+        for i, variable in enumerate(variables)
+    }
 
 
 def _untracked_variables(model: Any) -> list[Any]:
-    """Returns variables in attributes of layers, and in lists and dicts there."""
+    """Returns variables in attributes of layers, and in what ``_leaves`` looks into there."""
     leaves = [leaf for layer in all_layers(model) for leaf in _leaves(vars(layer))]
     tracked = {id(tf_variable(variable)) for variable in model.variables}
     return list({id(v): v for v in leaves if _is_number(v) and id(v) not in tracked}.values())
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Returns the items of lists and dicts, whose keys cannot be sorted."""
+    """Returns the items of lists and dicts, whose keys cannot be sorted, and states of modules."""
+    if isinstance(value, tf.random.Generator):
+        return [value.state]
+    if isinstance(value, tf.Module):
+        return list(value.variables)
     items = list(value.values()) if isinstance(value, Mapping) else value
     nested = isinstance(items, (list, tuple))
     return [leaf for item in items for leaf in _leaves(item)] if nested else [items]
@@ -168,15 +167,16 @@ def _leaves(value: Any) -> list[Any]:
 
 def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns the variables of objects, such as metrics, or of lists of variables."""
-    named = {n: tf.nest.flatten(getattr(owner, "variables", owner)) for n, owner in owners.items()}
-    for name, variables in named.items():
+    groups = {}
+    for name, owner in owners.items():
+        variables = groups[f"extra/{name}"] = tf.nest.flatten(getattr(owner, "variables", owner))
         if not all(_is_number(tf_variable(variable)) for variable in variables):
             raise TypeError(
                 f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "
-                f'{owners[name]!r}}}. Write extra={{"accuracy": metric}}, or give a list of '
+                f'{owner!r}}}. Write extra={{"accuracy": metric}}, or give a list of '
                 "variables; for several steps, train_step=tmg.chain_steps(first, second)."
             )
-    return named
+    return groups
 
 
 def _is_number(value: Any) -> bool:
@@ -208,15 +208,14 @@ def _differing(variables: Mapping[str, Any], exchange: WorkerExchange) -> set[st
     """Returns the names of variables that differ, or may differ, between replicas."""
     if exchange.strategy.num_replicas_in_sync == 1 or not variables:
         return set()
-    differ, digests = [], []
+    digests = []
     for variable in variables.values():
         local = exchange.strategy.experimental_local_results(variable)
-        copies = [_to_numpy(copy).tobytes() for copy in local]
+        copies = {digest_of(_to_numpy(copy).tobytes()) for copy in local}
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-        differ.append(on_read or any(copy != copies[0] for copy in copies))
-        digests.append(digest_of(copies[0]))
-    flags, by_worker = np.split(exchange("the state to save", [*differ, *digests]), 2, axis=1)
-    differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
+        digests.append(-1 if on_read or len(copies) > 1 else copies.pop())
+    by_worker = exchange("the state to save", digests)
+    differing = (by_worker < 0).any(0) | (by_worker != by_worker[0]).any(0)
     return {name for name, differs in zip(variables, differing, strict=True) if differs}
 
 
@@ -249,13 +248,16 @@ def _for_replicas(variable: Any, copies: Any, replicas: int) -> Any:
 
 def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None:
     """Checks that arrays, stored ``where``, belong to variables: names, shapes and dtypes."""
+
+    def kind(dtype: Any, shape: Any) -> str:
+        # NumPy files know bfloat16 and similar types as bytes alone.
+        return f"{np.dtype(np.dtype(dtype).str)} of shape {tuple(shape)}"
+
     stored = {
-        name.removesuffix(_EACH): f"{a.dtype} of shape {a.shape[name.endswith(_EACH) :]}"
-        for name, a in arrays.items()
+        name.removesuffix(_EACH): kind(array.dtype, array.shape[name.endswith(_EACH) :])
+        for name, array in arrays.items()
     }
-    here = {
-        name: f"{_stored_dtype(v.dtype)} of shape {tuple(v.shape)}" for name, v in variables.items()
-    }
+    here = {name: kind(v.dtype.as_numpy_dtype, v.shape) for name, v in variables.items()}
     # Keras makes its seeds when it first draws: either run may have drawn before.
     names = sorted({*stored, *here} - {_SEEDS})
     differing = [name for name in names if stored.get(name) != here.get(name)]
@@ -266,11 +268,6 @@ def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None
             f"{where}; {len(differing)} variables differ: {'; '.join(told)}. Build the same ones "
             "as when it was saved, or give another directory to start over."
         )
-
-
-def _stored_dtype(dtype: Any) -> Any:
-    """Returns the dtype of arrays: NumPy files know bfloat16 and similar types as bytes alone."""
-    return np.dtype(np.dtype(dtype.as_numpy_dtype).str)
 
 
 def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:

@@ -150,16 +150,18 @@ class FitHooks(Hooks):
 
     @property
     def data(self) -> dict[str, Any]:
-        """Description of the data, in JSON types."""
-        description: dict[str, Any] = self._training.feed.describe()
-        return description
+        """What is known of the data, in JSON types."""
+        described = self._training.feed.describe()
+        return {name: value for name, value in described.items() if value is not None}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins an epoch, or the rest of one."""
         loop, start = self._training, self.start
+        skipped = start.step if epoch == start.epoch else 0
+        if skipped:  # Metrics that wait for shapes are restored, so they must exist.
+            loop.step.settle(lambda: loop.feed.element_spec)
         super().on_epoch_begin(epoch, logs)
         loop.feed.begin_epoch()
-        skipped = start.step if epoch == start.epoch else 0
         loop.feed.skip(skipped)
         loop.begin(skipped)
         self.agree_on_stopping()
