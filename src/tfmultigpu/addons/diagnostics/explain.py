@@ -92,7 +92,7 @@ def explain(
     replicas = strategy.num_replicas_in_sync
     if not findings:
         what = f"All that was given is on {replicas} replica(s) as it should be."
-        why = "Each replica computes its part of a step."
+        why = "Each replica computes its part of a batch with an example for each; dataset= checks."
         change = "tmg.fit, not Keras'; if it is slow: print(tmg.tuning.profile_step(step, data))"
         findings[""] = Finding("note", "in-order", what, why, change)
     return Report(f"tfmultigpu explain: {replicas} replica(s)", tuple(findings.values()), facts)
