@@ -7,8 +7,8 @@ from mutation import broken
 BLOCKS = (
     broken(
         "the weight of a window is that of one replica",
-        "totals = sum_over_replicas(strategy, parts)",
-        "totals = sum_over_replicas(strategy, parts)\n        totals[0][-1] = parts[0][-1]",
+        "totals = sum_over_replicas(self._strategy, parts)",
+        "totals = sum_over_replicas(self._strategy, parts)\n        totals[0][-1] = parts[0][-1]",
         "test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows[2]",
     ),
     broken(

@@ -270,8 +270,8 @@ LAW = (
     # Windows over batches -------------------------------------------------------------------------
     broken(
         "a short window is divided by the weight of a whole one",
-        "        totals = sum_over_replicas(strategy, parts)\n",
-        "        totals = sum_over_replicas(strategy, parts)\n"
+        "        totals = sum_over_replicas(self._strategy, parts)\n",
+        "        totals = sum_over_replicas(self._strategy, parts)\n"
         "        totals[0][-1] = tf.maximum(totals[0][-1], 15.0)\n",
         f"{ACCUMULATOR}[3]",
     ),

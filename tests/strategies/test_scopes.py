@@ -24,6 +24,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "make_eval_step": lambda model: tmg.make_eval_step(model, "mse"),
     "make_predict_step": lambda model: tmg.make_predict_step(model),
     "distribute_dataset": lambda model: tmg.distribute_dataset((X, Y), batch_size=4),
+    "GradientAccumulator": lambda model: tmg.GradientAccumulator(model.trainable_variables),
 }
 
 
@@ -42,9 +43,6 @@ def build() -> Any:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.1), "mse")
     return model
-
-
-# On none ------------------------------------------------------------------------------------------
 
 
 # That the model is not trained then: tests/promises/test_blocks_alone.py.

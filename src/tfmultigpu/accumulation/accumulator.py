@@ -12,6 +12,7 @@ from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_
 from tfmultigpu.accumulation.loss_sum import is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_over_replicas
+from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe
 
 
@@ -39,12 +40,12 @@ class GradientAccumulator:
     def __init__(self, variables: Sequence[Any]) -> None:
         """Creates the state of each replica; call it in ``strategy.scope()``."""
         self.variables = list(variables) if isinstance(variables, Iterable) else []
-        self._strategy = tf.distribute.get_strategy()
         if not self.variables:
             raise TfMultiGpuError(
                 f"Received: a {type(variables).__name__}, no variables. Build the model, and give "
                 "tmg.GradientAccumulator(model.trainable_variables)."
             )
+        self._strategy = current_strategy(None, "GradientAccumulator", self)
         refuse_float8(self.variables)
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
@@ -100,13 +101,12 @@ class GradientAccumulator:
         Raises:
             TfMultiGpuError: Called inside ``strategy.run``; created under another strategy.
         """
-        strategy = self._strategy
         if self._context() is not None:
             check_reduced("reduce")
-        local = strategy.experimental_local_results
+        local = self._strategy.experimental_local_results
         copies = map(local, [*self._sums, self._weight])
         parts = [[copy.read_value() for copy in each] for each in zip(*copies, strict=True)]
-        totals = sum_over_replicas(strategy, parts)
+        totals = sum_over_replicas(self._strategy, parts)
         with tf.control_dependencies([tensor for part in parts for tensor in part]):
             for variable in [*self._sums, self._weight, self._count]:
                 for copy in local(variable):
