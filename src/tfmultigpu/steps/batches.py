@@ -76,17 +76,23 @@ class BatchFunction:
 
     def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
         """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``."""
-        leaves = [leaf for shard in local for leaf in shard]
-        kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
-        key = _structure_key(structure), offsets is None, tuple(kinds)
-        present = [leaf for leaf in leaves if leaf is not None]
-        further = [] if offsets is None else [offsets]
         with explaining_failures(
             self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
         ):
-            if (compiled := self._compiled.get(key)) is None:
-                compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
-            return compiled(*present, *further)
+            compiled, tensors = self.compiled(structure, local, offsets)
+            return compiled(*tensors)
+
+    def compiled(
+        self, structure: Any, local: list[list[Any]], offsets: Any
+    ) -> tuple[Any, list[Any]]:
+        """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
+        leaves = [leaf for shard in local for leaf in shard]
+        kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
+        key = _structure_key(structure), offsets is None, tuple(kinds)
+        if (compiled := self._compiled.get(key)) is None:
+            compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
+        present = [leaf for leaf in leaves if leaf is not None]
+        return compiled, present if offsets is None else [*present, offsets]
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""

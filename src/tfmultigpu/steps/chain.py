@@ -8,7 +8,7 @@ from typing import Any
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.steps.features import SEES, Sees, Shards
+from tfmultigpu.steps.features import Shards
 from tfmultigpu.steps.program import Batch, Program
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of
@@ -109,13 +109,14 @@ class ChainedStep(Program):
         for step in self.steps.values():
             step.settle(spec)
 
-    def sees(self) -> Sees:
-        """Returns which batches a step wants to see by themselves, to verify them."""
-        return min((step.sees() for step in self.steps.values()), key=SEES.index)
+    @property
+    def watches(self) -> bool:
+        """Whether a step is to be called by itself, to be verified."""
+        return any(step.watches for step in self.steps.values())
 
     def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         """Runs one batch; if a step is to be verified, each step by itself."""
-        if not self.is_seen(batch):
+        if not self.watches:
             return super().call(batch)
         tallies = {
             name: _sum([step.call(batch)[1][""] for _ in range(times)])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -152,11 +152,6 @@ Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, tota
 Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
 
 
-# Batches that are called by themselves: all; those of which replicas have unequal rows; none.
-Sees = Literal["all", "uneven", "none"]
-SEES: tuple[Sees, ...] = get_args(Sees)
-
-
 class Feature:
     """An optional part of a step. Each hook may be left as it is.
 
@@ -165,7 +160,6 @@ class Feature:
     """
 
     variables: Sequence[Any] = ()
-    sees: Sees = "all"  # The batches that ``around_call`` needs by themselves, not in a loop.
     colocates_gradients = False  # Whether gradients are computed where the forward pass was.
 
     def __init_subclass__(cls) -> None:

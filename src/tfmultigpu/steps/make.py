@@ -60,7 +60,7 @@ def make_train_step(
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to hold a step to what one device computes on the same global batch, and warn
             of what differs: ``"first"`` (the first batch, and the first that does not divide
-            evenly), True for every step, False, or ``"gradients"``, which compares gradients too.
+            evenly), True for every step, False, or ``"gradients"``, element by element.
         features: Further ``tmg.steps.Feature`` objects. They see the gradient after clipping.
 
     Returns:

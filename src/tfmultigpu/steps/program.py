@@ -7,7 +7,6 @@ epoch are views of it: the compiled function returns the tallies, and beside the
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,17 +16,16 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
-from tfmultigpu.data.batch_format import count_rows, structure_of
+from tfmultigpu.data.batch_format import structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.assignments import assign, deferring
+from tfmultigpu.steps.assignments import assign
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, check_called_from
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
-from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
+from tfmultigpu.steps.features import Call, Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.steps.rows import GATHERED, standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
@@ -175,51 +173,26 @@ class Program:
                 contexts.enter_context(feature.around_model(rows))
             yield
 
-    def assigned(self, batch_spec: Any) -> list[Any]:
-        """Returns the Keras variables that it assigns: states of layers, metrics and seeds."""
-        variables: list[Any] = []
-
-        def look(batch: Any) -> None:
-            total = count_rows(batch)
-            rows = Rows(tf.zeros_like(total), total, total)  # One device has all.
-            with sharing_seeds(self.strategy), standing_at(rows), deferring() as deferred:
-                self.forward(batch, training=hasattr(self, "optimizer"))
-            variables.extend(deferred.variables)
-
-        self.settle(lambda: batch_spec)
-        traced: Any = tf.function(look, autograph=False)
-        traced.get_concrete_function(batch_spec)
-        return variables
-
     # One batch ----------------------------------------------------------------------------------
 
     def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         """Runs one batch, with what features do around a call."""
+        return self._around()(batch)
+
+    @property
+    def watches(self) -> bool:
+        """Whether a feature does something around a call, which a loop cannot."""
+        return self._around() != self._run
+
+    def compiled(self, batch: Batch) -> tuple[Any, list[Any]]:
+        """Returns the concrete function of ``traced`` for a batch, and its arguments."""
+        return self._function.compiled(*batch)
+
+    def _around(self) -> Call:
         call: Call = self._run
         for feature in self._callers:
             call = feature.around_call(call)
-        return call(batch)
-
-    def sees(self) -> Sees:
-        """Returns which batches a feature wants to see by themselves."""
-        return min((f.sees for f in self._callers), key=SEES.index, default="none")
-
-    def is_seen(self, batch: Batch) -> bool:
-        """Returns whether a batch is one of these."""
-        sees = self.sees()
-        if sees != "uneven":
-            return sees == "all"
-        counts = self.rows_of(batch)
-        return sum(counts) >= len(counts) and min(counts) < max(counts)
-
-    def rows_of(self, batch: Batch) -> list[int]:
-        """Returns how many rows each replica has of a batch, of all workers, if it is cut."""
-        _, local, offsets = batch
-        if offsets is not None:
-            bounds = offsets.numpy().tolist()
-            return [stop - start for start, stop in itertools.pairwise(bounds)]
-        rows, replicas = int(count_rows(local[0])), self.strategy.num_replicas_in_sync
-        return [rows // replicas + (number < rows % replicas) for number in range(replicas)]
+        return call
 
     def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         logs, vectors = self._function.run(*batch)
@@ -252,38 +225,29 @@ class Program:
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         done: Tallies = {name: nothing() for name in self.names}
-        inside = ended = tf.inside_function()
-        element, ran = None, 0
-        while True:
-            if element is None and not ended and self.sees() == "all":
+        inside, ran = tf.inside_function(), 0
+        while inside or ran < steps:
+            if not inside and self.watches:
                 with explaining_failures(self.strategy):
                     element = next(source, None)
-                ended = element is None
-            if element is not None:
-                with explaining_failures(self.strategy):
-                    local, offsets = split(element)
-                leaves = [tf.nest.flatten(shard) for shard in local]
-                _, tallies = self.call((local[0], leaves, offsets))
-                done, ran, element = add(done, tallies), ran + 1, None
-                if ran == steps:
-                    return logs_of(done), done
-                continue
+                    local, offsets = ([], None) if element is None else split(element)
+                if local:
+                    batch = local[0], [tf.nest.flatten(shard) for shard in local], offsets
+                    done, ran = add(done, self.call(batch)[1]), ran + 1
+                    continue
             run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
-            watches = not inside and self.sees() == "uneven"
             # Ctrl-C is heard between calls.
             asked = steps if inside else min(most, int(steps) - ran, self._length.steps)
             with explaining_failures(self.strategy), self._length.measuring() as note:
-                count = tf.cast(asked, tf.int64)
-                logs, vectors, waits, optional = run(source, count, watches, *_vectors(done))
+                logs, vectors = run(source, tf.cast(asked, tf.int64), *_vectors(done))
                 done, before = self._tallies(vectors), ran
-                # Known on the CPU without waiting for a GPU, for which reading logs waits.
-                element = optional.get_value() if watches and bool(waits) else None
-                if element is None and (inside or ran + asked == steps):
+                if inside or ran + asked == steps:  # Reading logs waits for a GPU.
                     return dict(logs), done
                 ran = int(logs["steps"])
                 note(ran - before)
-            if element is None and ran - before < asked:
+            if ran - before < asked:
                 return dict(logs), done
+        return logs_of(done), done
 
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
         """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
@@ -311,9 +275,9 @@ class Program:
         for known, run, most in self._loops:  # Specs of dicts compare but do not hash.
             if known == kind:
                 return run, most
-        scalars = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
+        count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec([None], tf.float64)] * 2 * len(self.names)
-        run = self._compile(split).get_concrete_function(kind[-1], *scalars, *vectors)
+        run = self._compile(split).get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         functions = run.graph.as_graph_def().library.function
@@ -324,60 +288,41 @@ class Program:
         return run, most
 
     def _compile(self, split: Split) -> Any:
-        function, replicas = self._function, self.strategy.num_replicas_in_sync
+        function = self._function
 
         def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
             _, added = self._trace(function.shards(*split(element)))
             return _vectors(add(self._tallies(vectors), self._tallies(added)))
 
-        def is_uneven(element: Any) -> Any:
-            offsets = split(element)[1]
-            counts = offsets[1:] - offsets[:-1]
-            return (offsets[-1] >= replicas) & (tf.reduce_max(counts) > tf.reduce_min(counts))
-
-        def run(source: Any, steps: Any, watches: Any, *vectors: Any) -> Any:
-            waits = None if self.sees() == "none" else lambda one: watches & is_uneven(one)
-            *end, vectors = _loop_over(source, steps, step, waits, vectors)
-            return logs_of(self._tallies(vectors)), vectors, *end
+        def run(source: Any, steps: Any, *vectors: Any) -> Any:
+            vectors = _loop_over(source, steps, step, vectors)
+            return logs_of(self._tallies(vectors)), vectors
 
         return tf.function(run, autograph=False)
 
 
-def _loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
-    """Takes each element before its step, which is in a branch: the data may have ended.
+def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:
+    """Takes each element before its step, which is in a branch: the data may have ended."""
 
-    Returns:
-        Whether an element waits, that element as an optional, and the vectors.
-    """
-    no = tf.constant(False)
-
-    def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:
+    def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
         optional = source.get_next_as_optional()
         more: Any = optional.has_value()
-        stop: Any = no
-        with tf.device("CPU:0"):
-            if waits is not None:
-                stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
-            more &= ~stop
         vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
         with tf.device("CPU:0"):
-            return ((left - 1) * tf.cast(more, tf.int32), stop, optional, *vectors)
+            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
 
     # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
     # begin only after a GPU had ended the one before.
     with tf.device("CPU:0"):
         left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
-        kind: Any = tf.experimental.Optional
-        empty: Any = kind.empty(source.element_spec)
-    shapes = [left.shape, no.shape, tf.type_spec_from_value(empty)]
-    _, stop, optional, *vectors = tf.while_loop(
+    _, *vectors = tf.while_loop(
         lambda left, *_: left > 0,
         body,
-        [left, no, empty, *vectors],
-        shape_invariants=[*shapes, *[tf.TensorShape([None])] * len(vectors)],
+        [left, *vectors],
+        shape_invariants=[left.shape, *[tf.TensorShape([None])] * len(vectors)],
         parallel_iterations=1,
     )
-    return stop, optional, tuple(vectors)
+    return tuple(vectors)
 
 
 def _vectors(tallies: Tallies) -> tuple[Any, ...]:

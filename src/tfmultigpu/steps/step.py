@@ -149,7 +149,7 @@ class TrainStep(Program):
         after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
         # Also if the update is skipped, and before it: weights may be among them.
         self.commit(self.trace.state, passes, after)
-        self._apply(gradient, after)
+        self.apply(gradient, after)
         with tf.control_dependencies(after):  # A step that raises advances nothing.
             for feature in self.features:
                 feature.after_update(gradient)
@@ -264,7 +264,8 @@ class TrainStep(Program):
         # ``strategy.run`` returns tensors only.
         return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
 
-    def _apply(self, gradient: Gradient, after: Sequence[Any]) -> None:
+    def apply(self, gradient: Gradient, after: Sequence[Any] = ()) -> None:
+        """Updates the variables, if the gradient is valid; traced."""
         variables = list(gradient.variables)
 
         def update() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,32 +21,31 @@ class EpochMetrics:
     """The metrics that a step updates.
 
     Attributes:
-        own: Metrics that the step or the model updates itself, by the names in the logs.
+        inside: Metrics that are attributes of the models, or of layers in them.
         container: Keras' compiled metrics, or None; their results count if a name occurs twice.
+        steps: Steps by their names in a chain; of ``inside`` only what they update counts.
     """
 
-    own: Mapping[str, Any]
+    inside: Sequence[Any]
     container: Any = None
+    steps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of(cls, steps: Mapping[str, Any], models: Iterable[Any], batch_spec: Any) -> EpochMetrics:
-        """Returns the metrics of steps, and those of models that their forward passes update.
-
-        Those of a chain have the names of their steps before their own, as its losses have.
-        """
-        inside = [metric for model in models for metric in _attributes(model)]
-        named: dict[str, Any] = {}
-        for step_name, step in steps.items():
-            assigned = {id(v) for v in step.assigned(batch_spec)} if inside else set()
-            updated = [m for m in inside if any(id(v) in assigned for v in m.variables)]
+    @functools.cached_property
+    def own(self) -> dict[str, Any]:
+        """The metrics by their names in the logs; read after a step, whose trace tells which."""
+        named = {} if self.steps else {metric.name: metric for metric in self.inside}
+        for step_name, step in self.steps.items():
+            assigned = {id(variable) for variable in step.trace.state}
+            updated = [m for m in self.inside if any(id(v) in assigned for v in m.variables)]
             for metric in (*step.metrics, *updated):
+                # In a chain behind the name of the step, as its losses.
                 name = f"{step_name}_{metric.name}" if step_name else metric.name
                 if named.setdefault(name, metric) is not metric:
                     raise ValueError(
                         "Two metrics have one name, so the logs would hold one of them. Received: "
                         f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
                     )
-        return cls(named)
+        return named
 
     def variables(self) -> list[Any]:
         """Returns the variables of all metrics."""
@@ -54,7 +53,8 @@ class EpochMetrics:
 
     @property
     def _owners(self) -> list[Any]:
-        owners = [*([] if self.container is None else [self.container]), *self.own.values()]
+        owners = [*([] if self.container is None else [self.container]), *self.inside]
+        owners += [metric for step in self.steps.values() for metric in step.metrics]
         return list({id(owner): owner for owner in owners}.values())  # Two steps may share one.
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ class EpochMetrics:
         return concrete
 
 
-def _attributes(model: Any) -> list[Any]:
+def metrics_inside(model: Any) -> list[Any]:
     """Returns the metrics that are attributes of a model or of its layers, not those of compile."""
     inside = {id(metric) for metric in keras.layers.Layer.metrics.fget(model)}
     return [metric for metric in model.metrics if id(metric) in inside]
@@ -98,7 +98,6 @@ def read_compiled(
     y_pred = _outputs(model, x)
     given = {name: _by_key(arguments.get(name), y_pred) for name in ("loss", "loss_weights")}
     _check_reductions(given["loss"])
-    own = {metric.name: metric for metric in _attributes(model)}
     container = None
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
@@ -106,7 +105,7 @@ def read_compiled(
             container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
-    return given, EpochMetrics(own, container)
+    return given, EpochMetrics(metrics_inside(model), container)
 
 
 def _check_reductions(losses: Any) -> None:

@@ -15,6 +15,7 @@ from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
     compile_arguments,
+    metrics_inside,
     read_compiled,
 )
 from tfmultigpu.addons.loops.feed import Feed
@@ -128,8 +129,8 @@ class Program:
                 proxy, model.optimizer, None, strategy, forward=self.forward, **options
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
-        models = [part.model for part in step.trained]
-        return step, EpochMetrics.of(steps, models, spec)
+        inside = [metric for part in step.trained for metric in metrics_inside(part.model)]
+        return step, EpochMetrics(inside, None, steps)
 
     def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
         """Returns the step for what the model was compiled with, and the metrics in its logs.
@@ -167,7 +168,7 @@ class Program:
             step = self.eval_step or make_eval_step(
                 proxy, None, strategy, forward=self.forward, verify=self.verify
             )
-            metrics = EpochMetrics.of({"": step}, [model], spec)
+            metrics = EpochMetrics(metrics_inside(model), None, {"": step})
             return EvaluationLoop(model, feed, step, metrics, pace)
         if not is_built(model):
             prepare_model(model, strategy, spec)

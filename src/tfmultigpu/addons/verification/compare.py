@@ -1,15 +1,11 @@
 """Comparison of what one device and the replicas computed, within the bounds of rounding.
 
-The bound of a comparison is, relative to the largest number,
-
-    16 * eps(compute dtype) * sqrt(layers) + 4 * eps(float32) * sqrt(additions)
-
-with 1 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
-pass whose kernels see other numbers of rows, which adds up like a random walk over the layers. The
-second is that of adding the rows in another order. Some networks amplify rounding further, so what
-exceeds the bound is measured before anybody is warned: one device computes the quantity again from
-weights that are moved by one rounding, and a difference counts only if it is more than 16 times
-what that changes; in half precision, where a rounding is large and kernels add in float32, 4 times.
+The bound, relative to the largest number, is 16 * eps(compute dtype) * sqrt(layers), for kernels
+see other numbers of rows and their rounding walks at random over the layers, and 4 * eps(float32) *
+sqrt(additions), for rows are added in another order. Some networks amplify rounding further, so
+what exceeds the bound is measured before anybody is warned: one device computes it again from
+weights that are moved by one rounding. A difference counts if it is more than 16 times what that
+changes; in half precision, where a rounding is large and kernels add in float32, 4 times.
 """
 
 from __future__ import annotations
@@ -23,10 +19,11 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.one_device import OneDevice, dense
+from tfmultigpu.addons.verification.one_device import OneDevice, numbered
 
 _TINY = float(np.finfo("float32").tiny)
 _EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
+_NAMES = {"loss": "the loss", "gradient_norm": "the norm of the gradient"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +58,12 @@ class Verification:
 class Quantity:
     """A quantity of one device and of the replicas."""
 
-    key: str  # In what one device computes, such as "state 2".
+    key: str  # In what one device computes, such as "loss" or "state 2".
     name: str
     expected: Any
     actuals: Sequence[Any]  # As each replica has it.
     bound: float  # The relative difference that is rounding,
     slack: float = 0.0  # and the absolute one.
-    per: tuple[float, float] = (1.0, 1.0)  # What a person divides them by: the weight of a loss.
 
     @functools.cached_property
     def apart(self) -> tuple[float, float, float] | None:
@@ -78,9 +74,8 @@ class Quantity:
     def __str__(self) -> str:
         """Returns its name and both numbers, with as many digits as tell them apart."""
         assert self.apart is not None
-        numbers = [number / per for number, per in zip(self.apart, self.per, strict=False)]
         for digits in (4, 6, 9, 17):
-            expected, actual = (f"{number:.{digits}g}" for number in numbers)
+            expected, actual = (f"{number:.{digits}g}" for number in self.apart[:2])
             if expected != actual:
                 break
         return f"{self.name} is {expected} on one device and {actual} as computed"
@@ -90,15 +85,11 @@ class Quantity:
         return furthest(still[self.key], again[self.key], self.bound) is None
 
     def is_beyond(self, still: Mapping[str, Any], moved: Sequence[Any], margin: float) -> bool:
-        """Returns whether it lies further apart than so many times what moved weights change.
-
-        Relative to its size: the weights may have changed since it was computed.
-        """
+        """Returns whether it lies further apart than so many times what moved weights change."""
         assert self.apart is not None
         base, *changed = (np.asarray(each[self.key], "float64") for each in (still, *moved))
-        change = max(_size(each - base) for each in changed) / max(_size(base), _TINY)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * change * _size(self.expected)
+        return not self.apart[2] <= margin * max(_size(each - base) for each in changed)
 
 
 class Rounding:
@@ -147,60 +138,35 @@ def furthest(expected: Any, actual: Any, bound: float) -> tuple[float, float, fl
     return float(expected[where]), float(actual[where]), float(apart[where])
 
 
-def compared(
-    device: OneDevice, expected: Any, gradients: Sequence[Any], results: Any, bounds: Rounding
-) -> Iterator[Quantity]:
-    """Yields what one device computed, with the same of the replicas: logs and tallies."""
-    logs, tallies = results
-    if device.trace is None:
-        for i, output in enumerate(dense(logs)):
-            what = "an element" if expected[f"output {i}"].shape == output.shape else "the size"
-            yield Quantity(
-                f"output {i}", f"{what} of output {i}", expected[f"output {i}"], [output.numpy()],
-                bounds.of_sum(),
-            )  # fmt: skip
-        return
-    yield from _of_terms(device.trace.layout, expected, tallies[""].terms.numpy(), bounds)
-    for i, variable in enumerate(device.trace.state):
-        # As it is read beside the replicas, then each copy.
-        copies = [tf.convert_to_tensor(variable.value)]
-        if variable.synchronization != "on_read":
-            copies += device.strategy.experimental_local_results(variable.value)
-        # The update has changed a trained weight since, so its copies are compared alone.
-        whole = copies[0].numpy() if variable.trainable else expected[f"state {i}"]
-        name = f"the state {variable.path!r}"
-        values = [copy.numpy() for copy in copies]
-        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
-    if "norm 0" in expected:
-        norm, scale = (float(value) for value in tallies[""].last)
-        # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
-        if scale == 1.0 or np.isfinite([norm, expected["norm 0"]]).all():
-            bound = 4.0 * bounds.of_sum()
-            yield Quantity("norm 0", "the norm of the gradient", expected["norm 0"], [norm], bound)
-    # A gradient that cancels to nothing is as exact as the numbers that cancel.
-    every = [expected[f"gradient {i}"] for i in range(len(gradients))]
-    slack = bounds.bound * 1e-3 * max(map(_size, every), default=0.0)
-    for i, gradient in enumerate(gradients):
-        name = f"the gradient of {device.variables[i].path!r}"
-        yield Quantity(f"gradient {i}", name, every[i], [gradient], bounds.bound, slack)
-
-
-def _of_terms(layout: Any, expected: Any, actual: Any, bounds: Rounding) -> Iterator[Quantity]:
-    """Yields the sums and the weights of the terms of a loss."""
-    count = len(layout.own)
-    for i, term in enumerate(layout.own):
-        name = "an added loss" if i else "the loss"
-        if term.name is not None:
-            name = f"the {'value' if term.logged else 'loss of output'} {term.name!r}"
-        weights = float(expected[f"term {count + i}"]), float(actual[count + i])
+def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> Iterator[Quantity]:
+    """Yields what one device computed, with the same of the replicas, before it is put back."""
+    numbers = {name: value.numpy() for name, value in numbered(logs).items()}
+    local = device.strategy.experimental_local_results
+    # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
+    norms = [each.get("gradient_norm", 0.0) for each in (numbers, expected)]
+    if numbers.get("loss_scale", 1.0) != 1.0 and not np.isfinite(norms).all():
+        del numbers["gradient_norm"], numbers["skipped"]
+    for name, number in numbers.items():
+        bound = bounds.of_sum(numbers.get("weight", 1.0)) * (4.0 if "norm" in name else 1.0)
         # Rows that cancel leave the rounding of a mean of one.
-        rows = max(abs(weights[0]), 1.0)
-        if not term.fixed:
-            key, bound = f"term {count + i}", bounds.of_sum(rows) - bounds.bound
-            yield Quantity(key, f"the weight of {name}", weights[0], weights[1:], bound)
-        per = weights if all(weights) else (1.0, 1.0)
-        bound, slack = bounds.of_sum(rows), _EPSILON * rows
-        yield Quantity(f"term {i}", name, expected[f"term {i}"], [actual[i]], bound, slack, per)
+        yield Quantity(
+            name, _NAMES.get(name, repr(name)), expected[name], [number], bound, _EPSILON
+        )
+    for i, variable in enumerate(device.states):
+        # As it is read beside the replicas, then each copy. What is trained is updated since.
+        copies = [] if variable.trainable else [tf.convert_to_tensor(variable.value)]
+        if copies and variable.synchronization != "on_read":
+            copies += list(local(variable.value))
+        values = [copy.numpy() for copy in copies]
+        name = f"the state {variable.path!r}"
+        yield Quantity(f"state {i}", name, expected[f"state {i}"], values, bounds.of_sum())
+    updated = device.updated if "gradient_norm" in numbers else []
+    every = [[device.measure(copy).numpy() for copy in local(v.value)] for v in updated]
+    # A gradient that cancels to nothing is as exact as the numbers that cancel.
+    slack = bounds.bound * 1e-3 * max((_size(copies[0]) for copies in every), default=0.0)
+    for i, (variable, copies) in enumerate(zip(updated, every, strict=True)):
+        key, name = f"update {i}", f"{variable.path!r} after the update"
+        yield Quantity(key, name, expected[key], copies, 4.0 * bounds.of_sum(), slack)
 
 
 def _size(array: Any) -> float:

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, furthest
-from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter, dense
+from tfmultigpu.addons.verification.one_device import OneDevice, cutter, dense, putting_back
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.data.batch_format import any_rows, unpack_batch
 from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Rows
@@ -33,6 +33,11 @@ _STATE = (
     "assign: context = tf.distribute.get_replica_context(); total, count = "
     "context.all_reduce('SUM', [total, count])."
 )
+_UPDATE = (
+    "The loss and the gradient are those of one device. What becomes of the gradient of the global "
+    "batch, in on_gradient of a feature or in an optimizer of your own, must not depend on the "
+    "replicas."
+)
 _NORM = (
     "BatchNormalization sees only the rows of its own replica. Write "
     "keras.layers.BatchNormalization(synchronized=True), or for a model you did not write "
@@ -49,7 +54,7 @@ _LAYER = (
     "tmg.gather_rows(tensor)."
 )
 _IN_PARTS = (
-    "It computes with several rows at once, and sees those of one micro-batch. Write "
+    "A layer or loss that computes with several rows at once sees those of one micro-batch. Write "
     "micro_batches=1, or take what looks at one row at a time, such as "
     "keras.layers.GroupNormalization in place of BatchNormalization."
 )
@@ -59,20 +64,18 @@ def explain(found: Sequence[Quantity], layer: Any, step: Any) -> tuple[str, str]
     """Returns the first thing that depends on the cut, and the line to write."""
     import keras
 
-    in_parts = _parts(step) > 1
     if layer is not None:
         path = getattr(layer, "path", None) or getattr(layer, "name", "")
-        advice = _IN_PARTS if in_parts else _LAYER
-        if getattr(layer, "seed_generator", None) is not None:
-            advice = _DRAWS
-        elif isinstance(layer, keras.layers.BatchNormalization) and not in_parts:
-            advice = _NORM
+        is_norm = isinstance(layer, keras.layers.BatchNormalization)
+        draws = getattr(layer, "seed_generator", None) is not None
+        advice = _DRAWS if draws else _NORM if is_norm else _LAYER
         return f"{type(layer).__name__} {path!r}", advice
-    kind = found[0].key.split()[0] if found else ""
-    if kind == "state":
-        return found[0].name, _STATE
-    # All layers agree, so it is the loss.
-    return found[0].name if kind == "term" else "", _IN_PARTS if in_parts else _LOSS
+    kind, name = (found[0].key.split()[0], found[0].name) if found else ("", "")
+    if kind in ("state", "update"):
+        return name, _STATE if kind == "state" else _UPDATE
+    if any(isinstance(feature, MicroBatches) for feature in step.features):
+        return "", _IN_PARTS
+    return name if kind != "gradient_norm" else "", _LOSS  # All layers agree.
 
 
 def locate(
@@ -90,8 +93,8 @@ def locate(
     ]
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
     batch = cutter(device.twin.strategy).cut(join(local))
-    layers, ((_, _, whole),) = _outputs(step, device.twin, 1, *batch)
-    others, pieces = _outputs(step, step, _parts(step), local, places)
+    layers, ((_, _, whole),) = _outputs(step, device.twin, *batch)
+    others, pieces = _outputs(step, step, local, places)
     for number, layer in enumerate(layers if layers == others else ()):
         for first, count, outputs in pieces:
             place = first, first + count, int(places[-1])
@@ -100,12 +103,8 @@ def locate(
     return None
 
 
-def _parts(step: Any) -> int:
-    return 2 if any(isinstance(feature, MicroBatches) for feature in step.features) else 1
-
-
-def _outputs(step: Any, runs: Any, parts: int, local: Any, offsets: Any) -> tuple[list[Any], Any]:
-    """Returns the layers that are called; for each part of each shard its place, and outputs."""
+def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any], Any]:
+    """Returns the layers that are called; for each shard its place, and their outputs."""
     import keras
 
     layers: list[Any] = []
@@ -129,19 +128,19 @@ def _outputs(step: Any, runs: Any, parts: int, local: Any, offsets: Any) -> tupl
         layers[:] = [layer for layer, _ in kept]
         return rows.first, rows.count, [tf.cast(tensor, tf.float64) for _, tensor in kept]
 
-    def trace(local: list[Any], offsets: Any) -> list[Any]:
-        shards = cutter(runs.strategy).shards(local, offsets)
+    def run(local: list[Any], offsets: Any) -> Any:
         phase: Any = functools.partial(runs.on_replicas, replica)
         for feature in runs.features:
-            if not isinstance(feature, MicroBatches):
+            if not isinstance(feature, MicroBatches):  # In one part.
                 phase = feature.around_phase(phase)
-        numbers = [tf.constant(number, tf.int64) for number in range(parts + 1)]
-        cut = [shards.cut(n, numbers[-1]) for n in numbers[:-1]] if parts > 1 else [shards]
         with sharing_seeds(step.strategy):
-            by_part = [phase(part) for part in cut]
-        return [outputs for of_replica in zip(*by_part, strict=True) for outputs in of_replica]
+            return phase(cutter(runs.strategy).shards(local, offsets))
 
-    return layers, DryRun(trace)(local, offsets)
+    specs = tf.nest.map_structure(any_rows, (local, offsets))
+    concrete = tf.function(run, autograph=False).get_concrete_function(*specs)
+    with putting_back(concrete):
+        outputs = concrete(local, offsets)
+    return layers, tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
 
 
 def _agrees(whole: Any, piece: Any, place: tuple[int, int, int], bound: float) -> bool:

@@ -3,64 +3,80 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import setting
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Feature
 
 
-class DryRun:
-    """A traced function of batches that puts back the variables that it assigns."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Takes ``f(*batches)``, which returns a nested structure of tensors."""
-        self._function = tf.function(function, autograph=False, reduce_retracing=True)
-
-    def __call__(self, *batches: Any, move: Callable[..., Any] | None = None) -> Any:
-        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given."""
-        specs = tf.nest.map_structure(any_rows, batches)
-        concrete = self._function.get_concrete_function(*specs)
-        before = _compat.variables_of(concrete)
-        try:
-            for number, (handle, value) in enumerate(before if move else ()):
-                _assign(handle, move(number, handle, value))  # type: ignore[misc]
-            results = concrete(*batches)
-        finally:
-            for handle, value in before:
-                _assign(handle, value)
-        return tf.nest.map_structure(lambda tensor: tensor.numpy(), results)
+@contextmanager
+def putting_back(concrete: Any, variables: Sequence[Any] = ()) -> Iterator[list[tuple[Any, Any]]]:
+    """Puts back, at the end, what a function assigns, and these; yields handles and values."""
+    own = [(variable.handle, variable.read_value()) for variable in variables]
+    before = [*_compat.variables_of(concrete), *own]
+    try:
+        yield before
+    finally:
+        for handle, value in before:
+            _assign(handle, value)
 
 
 class OneDevice:
-    """The step on one device, of which only numbers are wanted; ``twin`` is that step."""
+    """The step on one device, of which only numbers are wanted.
 
-    def __init__(self, step: Any, key: Any, *, with_gradients: bool) -> None:
-        """Takes the step, and ``step.key()``: with another key it is another step."""
-        self.key, self.twin, self.strategy = key, step.on_one_device(), step.strategy
-        self.variables: Sequence[Any] = ()  # Those that have a gradient; known once run.
-        self.run = DryRun(self._look)  # Arrays by name: terms, states, gradients, or outputs.
+    Attributes:
+        key: ``step.key()``: with another key it is another step.
+        twin: That step.
+        measure: What is compared of ``updated``, variables that an update changes.
+    """
+
+    def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
+        """Takes the step and the measure."""
+        self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
+        self.twin = step.on_one_device()
+        self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
-        is_known = None not in [f.on_one_device() for f in changing]
-        with_gradients |= any(not type(f).__module__.startswith("tfmultigpu.") for f in changing)
-        self._with_gradients = with_gradients and is_known
+        trains = None not in [f.on_one_device() for f in changing] and hasattr(step, "optimizer")
+        # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
+        # to a weight may not, as Adam where a gradient is nothing but rounding.
+        kept = [v for v in step.optimizer.variables if v.shape] if trains else []
+        self.updated = kept or (step.variables if trains else [])
 
     @property
-    def trace(self) -> Any:
-        """The findings of the last trace; None for a step that predicts."""
-        return getattr(self.twin, "trace", None)
+    def states(self) -> list[Any]:
+        """The states that layers and metrics assign; known once run."""
+        return self.twin.trace.state if hasattr(self.twin, "trace") else []
+
+    def run(self, batch: Any, move: Any = None) -> dict[str, Any]:
+        """Returns arrays by name, of variables that begin with ``move(number, handle, value)``."""
+        concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+        local = self.strategy.experimental_local_results
+        changed = [*self.step.optimizer.variables, *self.step.variables] if self.updated else []
+        copies = [copy for variable in changed for copy in local(variable.value)]
+        with putting_back(concrete, copies) as before:
+            for number, (handle, value) in enumerate(before if move else ()):
+                _assign(handle, move(number, handle, value))
+            logs, state, *gradients = concrete(batch)
+            numbers = numbered(logs) | {f"state {i}": each for i, each in enumerate(state)}
+            if self.updated:
+                self._update(gradients[0], state)
+                firsts = [local(variable.value)[0] for variable in self.updated]
+                numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
+            return {name: number.numpy() for name, number in numbers.items()}
 
     def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
         local = self.strategy.experimental_local_results
-        states = [] if self.trace is None else self.trace.state
-        still = {id(copy.handle) for state in states for copy in local(state.value)}
+        still = {id(copy.handle) for state in self.states for copy in local(state.value)}
 
         def move(seed: int, number: int, handle: Any, value: Any) -> Any:
             if id(handle) in still or not value.dtype.is_floating:
@@ -69,22 +85,42 @@ class OneDevice:
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = [None, None, *[functools.partial(move, seed) for seed in (1, 2)]]
-        return [self.run(batch, move=each) for each in moves]
+        return [self.run(batch, each) for each in moves]
 
-    def _look(self, batch: Any) -> dict[str, Any]:
+    def _look(self, batch: Any) -> tuple[Any, ...]:
         cut = cutter(self.twin.strategy)
         with sharing_seeds(self.strategy):
             looked = self.twin.look(cut.shards(*cut.cut(batch)))
-        if self.trace is None:
-            return _numbered("output", dense(looked))
-        tally, passes, *gradients = looked
-        terms = tf.unstack(tally.terms, num=2 * len(self.trace.layout.own))
-        numbers = _numbered("term", terms) | _numbered("state", passes[0].state)
+        if not hasattr(self.twin, "trace"):
+            return looked, ()
+        tally, (first, *_), *gradients = looked
         for gradient in gradients:
-            self.variables = gradient.variables
-            numbers |= {"norm 0": gradient.norm}
-            numbers |= _numbered("gradient", gradient.tensors) if self._with_gradients else {}
-        return numbers
+            self._variables = gradient.variables
+        return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
+
+    def _update(self, gradient: Any, state: Sequence[Any]) -> None:
+        """Updates the first copy of each variable; not in a trace, which would take longer."""
+        for variable, value in zip(self.states, state, strict=True):
+            if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
+                variable.assign(value)
+        extended: Any = self.strategy.extended
+        original, local = extended.update, self.strategy.experimental_local_results
+
+        def update(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
+            def on_first(copy: Any, *args: Any, **kwargs: Any) -> None:
+                if copy is local(variable)[0]:
+                    function(copy, *args, **kwargs)
+
+            return original(variable, on_first, args, **options | {"group": False})
+
+        # That of an owner is one update anyway.
+        with nullcontext() if self.step.update.owned else setting(extended, update=update):
+            self.step.apply(gradient._replace(variables=self._variables))
+
+
+def size_of(value: Any) -> Any:
+    """Returns the norm of a tensor."""
+    return tf.norm(tf.cast(value, tf.float64))
 
 
 def cutter(strategy: tf.distribute.Strategy) -> BatchFunction:
@@ -98,8 +134,11 @@ def dense(outputs: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]
 
 
-def _numbered(name: str, tensors: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name} {number}": tensor for number, tensor in enumerate(tensors)}
+def numbered(logs: Any) -> dict[str, Any]:
+    """Returns tensors by name: logs as they are, without their steps, or predictions."""
+    if isinstance(logs, dict) and "loss" in logs:
+        return {name: value for name, value in logs.items() if name != "steps"}
+    return {f"output {number}": output for number, output in enumerate(dense(logs))}
 
 
 def _assign(handle: Any, value: Any) -> None:

@@ -7,21 +7,22 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, locate
-from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter
+from tfmultigpu.addons.verification.one_device import OneDevice, cutter, putting_back, size_of
+from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.evaluate import join_rows
-from tfmultigpu.steps.features import Call, Feature, Sees
+from tfmultigpu.steps.features import Call, Feature
 from tfmultigpu.steps.program import Batch
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-
-GATHERED_BYTES = 64 * 2**20
 
 
 class Verify(Feature):
@@ -34,48 +35,48 @@ class Verify(Feature):
     verification: Verification | None = None
     _device: OneDevice | None = None
     _kinds = 0
+    _due = True  # Whether batches are seen; all are, until the first is verified,
+    _later: Verification | None = None  # or the first uneven one is there, that this is said of.
 
     def __init__(self, verify: bool | str = "first") -> None:
         """Takes ``"first"``, True for every step, or ``"gradients"`` to compare these too."""
-        self._always, self._with_gradients = verify is True, verify == "gradients"
-        self._sees: Sees = "all"
+        self._always = verify is True
+        self._measure = tf.identity if verify == "gradients" else size_of
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
-        self._cutter = cutter(step.strategy)
-
-    @property
-    def sees(self) -> Sees:  # type: ignore[override]
-        """The batches that are verified: all, those of uneven shards, or none any more."""
-        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
-            self._kinds, self._sees, self.verification = self._step.kinds, "all", None
-        return self._sees
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        return call if self.sees == "none" else functools.partial(self._call, call)
+        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
+            self._kinds, self._due = self._step.kinds, True
+            self.verification = self._later = None
+        return functools.partial(self._call, call) if self._due else call
 
     def _call(self, call: Call, batch: Batch) -> Any:
-        counts = self._step.rows_of(batch)
-        uneven = min(counts) < max(counts)
+        _, local, offsets = batch
+        replicas = self._strategy.num_replicas_in_sync
+        rows = int(count_rows(local[0]) if offsets is None else offsets[-1])
+        divides = rows % replicas == 0
+        is_even = divides if offsets is None else np.ptp(np.diff(offsets)) == 0
         # With fewer rows than replicas each computes all of it, which shows nothing.
-        if sum(counts) < max(len(counts), 2) or (self._sees == "uneven" and not uneven):
+        if rows < max(replicas, 2) or (self._later and is_even):
             return call(batch)
-        expected, reason = _attempt(lambda: self._expected(batch))
-        told = self._exchange("a reason not to verify", [bool(reason)])
-        logs, tallies = call(batch)
-        outcome = None
-        if not told.any():
-            outcome, reason = _attempt(lambda: self._outcome((logs, tallies), *expected))
-        reason = reason or "another worker could not compute the batch by itself"
-        outcome = outcome or Verification("not verified", reason)
+        outcome, later = self._later, None
+        if outcome is None:
+            # A mean of equal means is right by chance, so the last row is left out.
+            fewer = divides and 1 < replicas < rows and not (self._always and is_even)
+            outcome = self._compared(batch, rows - fewer)
+            if fewer and is_even and outcome.outcome == "different":
+                later, outcome = outcome, self._compared(batch, rows)
+                later = later if outcome.outcome == "same" else None
+        result = call(batch)
+        self._later, self._due = later, bool(self._always or later)
+        self._device = self._device if self._due else None
         if self.verification is None or self.verification.outcome != "different":
             self.verification = outcome
-        if not self._always:
-            due = outcome.outcome == "same" and not uneven and len(counts) > 1
-            self._sees, self._device = "uneven" if due else "none", self._device if due else None
         if outcome.outcome == "different":
             warn(str(outcome), ReplicaDependenceWarning)
         elif outcome.reason:
@@ -85,47 +86,40 @@ class Verify(Feature):
                 "write verify=False.",
                 ReplicaDependenceWarning,
             )
-        return logs, tallies
+        return result
 
-    # Before the step ----------------------------------------------------------------------------
+    def _compared(self, batch: Batch, rows: int) -> Verification:
+        """Runs the step on one device and as it is, and puts back what it has changed.
 
-    def _expected(self, batch: Batch) -> tuple[Any, ...]:
-        """Computes what one device gives; over several workers all call it."""
+        Over several workers all call it.
+        """
+        expected, reason = _attempt(lambda: self._expected(batch, rows))
+        told = self._exchange("a reason not to verify", [bool(reason)])
+        outcome = None
+        if not told.any():
+            outcome, reason = _attempt(lambda: self._outcome(batch, *expected))
+        reason = reason or "another worker could not compute the batch by itself"
+        return outcome or Verification("not verified", reason)
+
+    def _expected(self, batch: Batch, rows: int) -> tuple[OneDevice, Any, Any]:
+        """Returns the step on one device, the first rows of the batch, and what it gives."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
-        if offsets is None:
-            (whole,), (local, offsets) = local, self._cutter.cut(local[0])
-        else:
-            self._check_size(leaves)
-            whole = join_rows(self._strategy, local)
-        step, key = self._step, self._step.key()
-        if self._device is None or self._device.key != key:
-            self._device = OneDevice(step, key, with_gradients=self._with_gradients)
-        one = self._device.run(whole)
-        first = self._strategy.experimental_local_results
+        whole = local[0] if offsets is None else join_rows(self._strategy, local)
+        whole = partition.slice_rows(whole, 0, rows)
+        if self._device is None or self._device.key != self._step.key():
+            self._device = OneDevice(self._step, self._measure)
+        return self._device, whole, self._device.run(whole)
 
-        def of_replicas(local: Any, offsets: Any) -> list[Any]:
-            gradient = step.look(self._cutter.shards(local, offsets))[2]
-            return [first(tensor)[0] for tensor in gradient.tensors]
-
-        gradients = DryRun(of_replicas)(local, offsets) if "gradient 0" in one else []
-        return self._device, whole, local, offsets, one, gradients
-
-    def _check_size(self, leaves: Any) -> None:
-        tensors = [t for t in tf.nest.flatten(leaves, expand_composites=True) if t is not None]
-        own = sum(math.prod(t.shape) * max(t.dtype.size, 1) for t in tensors)
-        told = self._exchange("the size of a batch to verify", [own])
-        if len(told) > 1 and int(told.max()) * len(told) > GATHERED_BYTES:
-            raise ValueError("workers do not send each other so large a batch")
-
-    # After the step -----------------------------------------------------------------------------
-
-    def _outcome(
-        self, results: Any, device: OneDevice, whole: Any, local: Any, offsets: Any, one: Any,
-        gradients: Any,
-    ) -> Verification:  # fmt: skip
+    def _outcome(self, batch: Batch, device: OneDevice, whole: Any, one: Any) -> Verification:
         bounds = Rounding(all_layers(self._step.model))
-        found = [each for each in compared(device, one, gradients, results, bounds) if each.apart]
+        local, offsets = cutter(self._strategy).cut(whole)
+        is_cut = batch[2] is not None
+        leaves = [tf.nest.flatten(shard) for shard in (local if is_cut else [whole])]
+        compiled, args = self._step.compiled((batch[0], leaves, offsets if is_cut else None))
+        with putting_back(compiled):
+            quantities = list(compared(device, one, compiled(*args)[0], bounds))
+        found = [each for each in quantities if each.apart]
         steady, beyond = [], []
         if found:
             still, again, *moved = device.moved(whole, bounds.compute)
