@@ -48,7 +48,7 @@ class OneDevice:
         trains = None not in [f.on_one_device() for f in changing] and hasattr(step, "optimizer")
         # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
         # to a weight may not, as Adam where a gradient is nothing but rounding.
-        kept = [v for v in step.optimizer.variables if v.shape] if trains else []
+        kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
         self.updated = kept or (step.variables if trains else [])
 
     @property
