@@ -56,8 +56,8 @@ LAW = (
     ),
     broken(
         "the optimizer steps for each micro-batch",
-        "        self._apply(gradient, after)\n",
-        '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self._apply(gradient, after)\n',
+        "        self.apply(gradient, after)\n",
+        '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self.apply(gradient, after)\n',
         SHARES,
     ),
     broken(
@@ -291,8 +291,8 @@ LAW = (
     # Verification ---------------------------------------------------------------------------------
     broken(
         "the first step is not verified",
-        'return call if self.sees == "none" else',
-        "return call if True else",
+        "return functools.partial(self._call, call) if self._due else call",
+        "return call",
         f"{TOUCHING}[a batch mean in a Lambda]",
     ),
     broken(
@@ -309,8 +309,14 @@ LAW = (
     ),
     broken(
         "states that layers assign are not compared",
-        "for i, variable in enumerate(device.trace.state):",
+        "for i, variable in enumerate(device.states):",
         "for i, variable in enumerate(()):",
         f"{TOUCHING}[a number of rows kept in a layer]",
+    ),
+    broken(
+        "a batch that divides evenly is verified with all its rows",
+        "fewer = divides and",
+        "fewer = False and",
+        "test_touching_rows.py::test_the_first_batch_that_does_not_divide_evenly_is_checked_too",
     ),
 )

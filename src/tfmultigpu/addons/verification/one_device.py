@@ -107,9 +107,9 @@ class OneDevice:
         original, local = extended.update, self.strategy.experimental_local_results
 
         def update(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
-            def on_first(copy: Any, *args: Any, **kwargs: Any) -> None:
-                if copy is local(variable)[0]:
-                    function(copy, *args, **kwargs)
+            def on_first(one: Any, *args: Any, **kwargs: Any) -> None:
+                if one is local(variable)[0]:
+                    function(one, *args, **kwargs)
 
             return original(variable, on_first, args, **options | {"group": False})
 
