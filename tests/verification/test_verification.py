@@ -10,8 +10,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from forced_addition import forcing_addition
 
 import tfmultigpu as tmg
+from tfmultigpu import _compat
 from tfmultigpu.addons.verification import Verification
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest
 from tfmultigpu.steps import Feature
@@ -173,7 +175,9 @@ def test_a_gradient_that_a_feature_changes_is_not_compared(strategy: Any) -> Non
 # Which batches ------------------------------------------------------------------------------------
 
 
-def test_the_first_uneven_batch_is_verified_alone_in_a_loop(strategy: Any) -> None:
+def test_a_mean_of_equal_means_is_told_at_the_first_uneven_batch(
+    strategy: Any,
+) -> None:
     def run(verify: Any) -> Any:
         step = step_of(strategy, KeepsMean, lambda: L.Dropout(0.5), verify=verify)
         iterator = iter(tmg.distribute_dataset((X, Y), strategy, batch_size=4))  # The last has 3.
@@ -253,6 +257,20 @@ def test_a_feature_that_changes_the_gradient_of_replicas_otherwise_is_told(strat
     (message,) = told(lambda: step((X[:7], Y[:7])))
     assert "momentum' after the update is" in message
     assert "must not depend on the replicas" in message
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_update_that_loses_its_clipping_is_told(strategy: Any, momentum: float) -> None:
+    def run() -> list[str]:
+        make = lambda: keras.optimizers.SGD(0.1, momentum, global_clipnorm=0.01)  # noqa: E731
+        step = step_of(strategy, optimizer=make)
+        with forcing_addition("collective"):  # Each replica has the gradient, and clips it.
+            return told(lambda: step((X[:7], Y[:7])))
+
+    assert run() == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compat, "clip_as_set", lambda _, gradients: gradients)
+        assert "after the update is" in run()[0]
 
 
 class Counts(L.Layer):
