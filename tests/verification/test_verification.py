@@ -149,7 +149,6 @@ def test_gradients_are_compared_when_asked(strategy: Any) -> None:
         assert "last_kernel_momentum' after the update is " in last
     step = step_of(strategy, verify="gradients", clip_norm=0.01)
     assert told(lambda: step((X[:7], Y[:7]))) == []
-    assert step.verification.outcome == "same"
 
 
 # Which batches ------------------------------------------------------------------------------------
