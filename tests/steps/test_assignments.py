@@ -255,5 +255,5 @@ def test_what_is_drawn_in_a_branch_is_exact_or_told_with_micro_batches() -> None
         return keras.Sequential([keras.Input((4,)), DrawsInABranch(), keras.layers.Dense(2)])
 
     hold(2, build, sgd, SQUARES, cut((X, Y), (7, 1, 5, 2)), verify=False)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="DrawsInABranch"):
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="Write micro_batches=1"):
         Replicated(2, build, sgd, SQUARES, micro_batches=2).step(BATCH)

@@ -207,12 +207,12 @@ def test_what_layers_add_counts_as_on_one_device() -> None:
     assert_same(run.train(batches), expected, weights=1e-13)
 
 
-# Fails if a loss that is no mean over the rows, and counts as one, is not told by name; or if it is
+# Fails if a loss that is no mean over the rows, and counts as one, is not told; or if it is
 # told on one replica in one piece, where it is what Keras makes of it.
 @each("name", NO_MEANS)
 def test_what_is_no_mean_is_told(name: str) -> None:
     run = Replicated(2, adding(NO_MEANS[name]), sgd, SQUARES)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="an added loss is"):
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"self\.add_loss\(values\) takes one"):
         run.step((X, Y))
     if name == "a sum":
         hold(1, adding(NO_MEANS[name]), sgd, SQUARES, BATCHES)

@@ -35,4 +35,4 @@ class Checkpoints(tmg.Checkpoints):
 
 
 tmg.Checkpoints = Checkpoints
-print("RESULT", programs.train("loop", folder))
+print("RESULT", programs.train(folder))

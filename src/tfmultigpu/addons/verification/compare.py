@@ -153,13 +153,14 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
             name, _NAMES.get(name, repr(name)), expected[name], [number], bound, _EPSILON
         )
     for i, variable in enumerate(device.states):
-        # As it is read beside the replicas, then each copy. What is trained is updated since.
-        copies = [] if variable.trainable else [tf.convert_to_tensor(variable.value)]
-        if copies and variable.synchronization != "on_read":
-            copies += list(local(variable.value))
+        # As it is read beside the replicas, then each copy.
+        copies = [tf.convert_to_tensor(variable.value)]
+        if variable.synchronization != "on_read":
+            copies += local(variable.value)
         values = [copy.numpy() for copy in copies]
-        name = f"the state {variable.path!r}"
-        yield Quantity(f"state {i}", name, expected[f"state {i}"], values, bounds.of_sum())
+        # The update has changed a trained weight since, so its copies are compared alone.
+        whole = values[0] if variable.trainable else expected[f"state {i}"]
+        yield Quantity(f"state {i}", f"the state {variable.path!r}", whole, values, bounds.of_sum())
     updated = device.updated if "gradient_norm" in numbers else []
     every = [[device.measure(copy).numpy() for copy in local(v.value)] for v in updated]
     # A gradient that cancels to nothing is as exact as the numbers that cancel.

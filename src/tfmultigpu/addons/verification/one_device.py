@@ -18,10 +18,9 @@ from tfmultigpu.steps.features import Feature
 
 
 @contextmanager
-def putting_back(concrete: Any, variables: Sequence[Any] = ()) -> Iterator[list[tuple[Any, Any]]]:
-    """Puts back, at the end, what a function assigns, and these; yields handles and values."""
-    own = [(variable.handle, variable.read_value()) for variable in variables]
-    before = [*_compat.variables_of(concrete), *own]
+def putting_back(*functions: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Puts back, at the end, what concrete functions assign; yields handles and values."""
+    before = [pair for function in functions for pair in _compat.variables_of(function)]
     try:
         yield before
     finally:
@@ -56,24 +55,22 @@ class OneDevice:
         """The states that layers and metrics assign; known once run."""
         return self.twin.trace.state if hasattr(self.twin, "trace") else []
 
-    def run(self, batch: Any, move: Any = None) -> dict[str, Any]:
-        """Returns arrays by name, of variables that begin with ``move(number, handle, value)``."""
+    def run(self, batch: Any, compiled: Any, move: Any = None) -> dict[str, Any]:
+        """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
-        local = self.strategy.experimental_local_results
-        changed = [*self.step.optimizer.variables, *self.step.variables] if self.updated else []
-        copies = [copy for variable in changed for copy in local(variable.value)]
-        with putting_back(concrete, copies) as before:
+        with putting_back(concrete, compiled) as before:
             for number, (handle, value) in enumerate(before if move else ()):
                 _assign(handle, move(number, handle, value))
             logs, state, *gradients = concrete(batch)
             numbers = numbered(logs) | {f"state {i}": each for i, each in enumerate(state)}
             if self.updated:
                 self._update(gradients[0], state)
+                local = self.strategy.experimental_local_results
                 firsts = [local(variable.value)[0] for variable in self.updated]
                 numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
             return {name: number.numpy() for name, number in numbers.items()}
 
-    def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:
+    def moved(self, batch: Any, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
         local = self.strategy.experimental_local_results
         still = {id(copy.handle) for state in self.states for copy in local(state.value)}
@@ -85,7 +82,7 @@ class OneDevice:
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = [None, None, *[functools.partial(move, seed) for seed in (1, 2)]]
-        return [self.run(batch, each) for each in moves]
+        return [self.run(batch, compiled, each) for each in moves]
 
     def _look(self, batch: Any) -> tuple[Any, ...]:
         cut = cutter(self.twin.strategy)

@@ -97,32 +97,35 @@ class Verify(Feature):
         told = self._exchange("a reason not to verify", [bool(reason)])
         outcome = None
         if not told.any():
-            outcome, reason = _attempt(lambda: self._outcome(batch, *expected))
+            outcome, reason = _attempt(lambda: self._outcome(*expected))
         reason = reason or "another worker could not compute the batch by itself"
         return outcome or Verification("not verified", reason)
 
-    def _expected(self, batch: Batch, rows: int) -> tuple[OneDevice, Any, Any]:
-        """Returns the step on one device, the first rows of the batch, and what it gives."""
+    def _expected(self, batch: Batch, rows: int) -> tuple[Any, ...]:
+        """Returns what the first rows of the batch give on one device, and how to compare that."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
         whole = local[0] if offsets is None else join_rows(self._strategy, local)
         whole = partition.slice_rows(whole, 0, rows)
+        local, places = cutter(self._strategy).cut(whole)
+        shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
+        compiled = self._step.compiled((structure, shards, None if offsets is None else places))
         if self._device is None or self._device.key != self._step.key():
             self._device = OneDevice(self._step, self._measure)
-        return self._device, whole, self._device.run(whole)
+        one = self._device.run(whole, compiled[0])
+        return self._device, one, whole, local, places, *compiled
 
-    def _outcome(self, batch: Batch, device: OneDevice, whole: Any, one: Any) -> Verification:
+    def _outcome(
+        self, device: OneDevice, one: Any, whole: Any, local: Any, places: Any, compiled: Any,
+        args: Any,
+    ) -> Verification:  # fmt: skip
         bounds = Rounding(all_layers(self._step.model))
-        local, offsets = cutter(self._strategy).cut(whole)
-        is_cut = batch[2] is not None
-        leaves = [tf.nest.flatten(shard) for shard in (local if is_cut else [whole])]
-        compiled, args = self._step.compiled((batch[0], leaves, offsets if is_cut else None))
         with putting_back(compiled):
             quantities = list(compared(device, one, compiled(*args)[0], bounds))
         found = [each for each in quantities if each.apart]
         steady, beyond = [], []
         if found:
-            still, again, *moved = device.moved(whole, bounds.compute)
+            still, again, *moved = device.moved(whole, compiled, bounds.compute)
             steady = [each for each in found if each.is_steady(still, again)]
             beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
         numbers = [len(found), len(steady), len(beyond)]
@@ -137,7 +140,7 @@ class Verify(Feature):
             return Verification("same")
         bound = math.sqrt(bounds.compute)
         join = functools.partial(join_rows, self._strategy)
-        layer, _ = _attempt(lambda: locate(self._step, device, join, local, offsets, bound))
+        layer, _ = _attempt(lambda: locate(self._step, device, join, local, places, bound))
         culprit, advice = explain(beyond, layer, self._step)
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
 
