@@ -113,12 +113,10 @@ class Verify(Feature):
         if self._device is None or self._device.key != self._step.key():
             self._device = OneDevice(self._step, self._measure)
         one = self._device.run(whole, compiled[0])
-        return self._device, one, whole, local, places, *compiled
+        return self._device, one, whole, (local, places), compiled
 
-    def _outcome(
-        self, device: OneDevice, one: Any, whole: Any, local: Any, places: Any, compiled: Any,
-        args: Any,
-    ) -> Verification:  # fmt: skip
+    def _outcome(self, device: Any, one: Any, whole: Any, cut: Any, step: Any) -> Verification:
+        compiled, args = step
         bounds = Rounding(all_layers(self._step.model))
         with putting_back(compiled):
             quantities = list(compared(device, one, compiled(*args)[0], bounds))
@@ -140,7 +138,7 @@ class Verify(Feature):
             return Verification("same")
         bound = math.sqrt(bounds.compute)
         join = functools.partial(join_rows, self._strategy)
-        layer, _ = _attempt(lambda: locate(self._step, device, join, local, places, bound))
+        layer, _ = _attempt(lambda: locate(self._step, device, join, *cut, bound))
         culprit, advice = explain(beyond, layer, self._step)
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
 
