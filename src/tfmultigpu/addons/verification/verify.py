@@ -138,7 +138,7 @@ class Verify(Feature):
             return Verification("same")
         bound = math.sqrt(bounds.compute)
         join = functools.partial(join_rows, self._strategy)
-        layer, _ = _attempt(lambda: locate(self._step, device, join, *cut, bound))
+        layer, _ = _attempt(lambda: locate(self._step, device, join, cut[0], cut[1], bound))
         culprit, advice = explain(beyond, layer, self._step)
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
 
