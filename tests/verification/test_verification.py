@@ -174,13 +174,6 @@ def test_a_mean_of_equal_means_is_told_at_the_first_uneven_batch(strategy: Any) 
 def test_code_for_even_batches_alone_is_verified_with_all_rows(strategy: Any) -> None:
     step = step_of(strategy, lambda: L.Lambda(lambda x: tf.concat(tf.split(x, 2), 0)))
     assert told(lambda: step((X[:8], Y[:8]))) == []
-    assert step.verification.outcome == "same"
-
-
-def test_every_step_is_verified_when_asked(strategy: Any) -> None:
-    step = step_of(strategy, minus_mean, verify=True)
-    data = tmg.distribute_dataset((X, Y), strategy, batch_size=8)
-    assert len(told(lambda: step.run(iter(data), 5))) == 3
 
 
 def test_batches_of_fewer_rows_than_replicas_show_nothing_and_the_next_is_taken() -> None:
@@ -198,7 +191,6 @@ def test_a_model_that_was_mended_is_verified_again(strategy: Any) -> None:
     assert "tmg.synchronize_batch_norm" in told(lambda: step((X[:8], Y[:8])))[0]
     tmg.synchronize_batch_norm(step.model)
     assert told(lambda: step((X[:8], Y[:8]))) == []
-    assert step.verification.outcome == "same"
 
 
 def test_eval_and_predict_steps_and_the_loops_are_verified(strategy: Any) -> None:
@@ -238,7 +230,6 @@ def test_what_a_feature_does_to_a_gradient_is_compared_if_one_device_has_it(stra
         (message,) = told(lambda: step((X[:7], Y[:7])))
         step = step_of(strategy, features=[Scales(is_known=False)])
         assert told(lambda: step((X[:7], Y[:7]))) == []
-    assert "momentum' after the update is" in message
     assert "must not depend on the replicas" in message
 
 
@@ -248,6 +239,15 @@ def test_an_update_that_loses_its_clipping_is_told(strategy: Any) -> None:
         with pytest.MonkeyPatch.context() as patch, forcing_addition("collective"):
             patch.setattr(_compat, "clip_as_set", clip)
             assert len(told(lambda step=step: step((X[:7], Y[:7])))) == said
+
+
+class Drifts(keras.optimizers.Adam):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        variable.assign_add(tf.fill(variable.shape, float(variable.device[-1])))
+
+
+def test_replicas_whose_weights_drift_apart_are_told(strategy: Any) -> None:
+    assert told(lambda: step_of(strategy, optimizer=Drifts)((X[:7], Y[:7])))
 
 
 class Counts(L.Layer):

@@ -164,10 +164,11 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
     updated = device.updated if "gradient_norm" in numbers else []
     every = [[device.measure(copy).numpy() for copy in local(v.value)] for v in updated]
     # A gradient that cancels to nothing is as exact as the numbers that cancel.
-    slack = bounds.bound * 1e-3 * max((_size(copies[0]) for copies in every), default=0.0)
+    slack = bounds.bound * 1e-3 * max((_size(c[0]) for c in every[: device.smooth]), default=0.0)
     for i, (variable, copies) in enumerate(zip(updated, every, strict=True)):
         key, name = f"update {i}", f"{variable.path!r} after the update"
-        yield Quantity(key, name, expected[key], copies, 4.0 * bounds.of_sum(), slack)
+        whole = expected[key] if i < device.smooth else copies[0]
+        yield Quantity(key, name, whole, copies, 4.0 * bounds.of_sum(), slack)
 
 
 def _size(array: Any) -> float:

@@ -33,8 +33,8 @@ class OneDevice:
 
     Attributes:
         key: ``step.key()``: with another key it is another step.
-        twin: That step.
         measure: What is compared of ``updated``, variables that an update changes.
+        smooth: How many of these are compared with one device; of others, replicas with each other.
     """
 
     def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
@@ -48,7 +48,8 @@ class OneDevice:
         # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
         # to a weight may not, as Adam where a gradient is nothing but rounding.
         kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
-        self.updated = kept or (step.variables if trains else [])
+        self.updated = [*kept, *step.variables] if trains else []
+        self.smooth = len(kept) or len(self.updated)
 
     @property
     def states(self) -> list[Any]:
@@ -65,8 +66,7 @@ class OneDevice:
             numbers = numbered(logs) | {f"state {i}": each for i, each in enumerate(state)}
             if self.updated:
                 self._update(gradients[0], state)
-                local = self.strategy.experimental_local_results
-                firsts = [local(variable.value)[0] for variable in self.updated]
+                firsts = [tf.convert_to_tensor(variable.value) for variable in self.updated]
                 numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
             return {name: number.numpy() for name, number in numbers.items()}
 
@@ -110,9 +110,12 @@ class OneDevice:
 
             return original(variable, on_first, args, **options | {"group": False})
 
+        gradient = gradient._replace(variables=self._variables)
         # That of an owner is one update anyway.
         with nullcontext() if self.step.update.owned else setting(extended, update=update):
-            self.step.apply(gradient._replace(variables=self._variables))
+            self.step.apply(gradient)
+        for feature in self.step.features:
+            feature.after_update(gradient)
 
 
 def size_of(value: Any) -> Any:

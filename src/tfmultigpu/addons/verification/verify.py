@@ -89,10 +89,7 @@ class Verify(Feature):
         return result
 
     def _compared(self, batch: Batch, rows: int) -> Verification:
-        """Runs the step on one device and as it is, and puts back what it has changed.
-
-        Over several workers all call it.
-        """
+        """Compares the first rows of a batch, changing nothing; all workers call it."""
         expected, reason = _attempt(lambda: self._expected(batch, rows))
         told = self._exchange("a reason not to verify", [bool(reason)])
         outcome = None
@@ -119,8 +116,7 @@ class Verify(Feature):
         compiled, args = step
         bounds = Rounding(all_layers(self._step.model))
         with putting_back(compiled):
-            quantities = list(compared(device, one, compiled(*args)[0], bounds))
-        found = [each for each in quantities if each.apart]
+            found = [q for q in compared(device, one, compiled(*args)[0], bounds) if q.apart]
         steady, beyond = [], []
         if found:
             still, again, *moved = device.moved(whole, compiled, bounds.compute)
@@ -151,6 +147,6 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         raise
     except Exception as error:  # The code of the user may raise anything outside of replicas.
         return None, (
-            f"{type(error).__name__}: {str(error)[:500]}. If one device has not enough memory for "
+            f"{type(error).__name__}: {str(error)[-500:]}. If one device has not enough memory for "
             "the whole batch, check a smaller one"
         )
