@@ -82,9 +82,7 @@ class BatchFunction:
             compiled, tensors = self.compiled(structure, local, offsets)
             return compiled(*tensors)
 
-    def compiled(
-        self, structure: Any, local: list[list[Any]], offsets: Any
-    ) -> tuple[Any, list[Any]]:
+    def compiled(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
         """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
         leaves = [leaf for shard in local for leaf in shard]
         kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
@@ -123,10 +121,10 @@ class BatchFunction:
 
     def _find(self, key: Any, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
-        if key not in self._functions:
-            self._functions[key] = self._compile(structure, len(local), whole=offsets is None)
+        whole = offsets is None
+        function = self._functions.get(key) or self._compile(structure, len(local), whole=whole)
         leaves = [leaf for shard in local for leaf in shard if leaf is not None]
-        keeps = self._keeps_rows and not self._functions[key].experimental_get_tracing_count()
+        keeps = self._keeps_rows and not function.experimental_get_tracing_count()
         specs = [
             tf.TensorSpec(leaf.shape, leaf.dtype)
             if keeps and isinstance(leaf, tf.Tensor)
@@ -135,7 +133,9 @@ class BatchFunction:
         ]
         if offsets is not None:
             specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
-        return self._functions[key].get_concrete_function(*specs)
+        concrete = function.get_concrete_function(*specs)
+        self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
+        return concrete
 
     def _compile(self, structure: Any, copies: int, *, whole: bool) -> Any:
         absent = [leaf is None for leaf in tf.nest.flatten(structure)]

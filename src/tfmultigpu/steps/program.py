@@ -184,7 +184,7 @@ class Program:
         """Whether a feature does something around a call, which a loop cannot."""
         return self._around() != self._run
 
-    def compiled(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def compiled(self, batch: Batch) -> Any:
         """Returns the concrete function of ``traced`` for a batch, and its arguments."""
         return self._function.compiled(*batch)
 

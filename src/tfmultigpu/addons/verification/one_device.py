@@ -118,11 +118,6 @@ class OneDevice:
             feature.after_update(gradient)
 
 
-def size_of(value: Any) -> Any:
-    """Returns the norm of a tensor."""
-    return tf.norm(tf.cast(value, tf.float64))
-
-
 def cutter(strategy: tf.distribute.Strategy) -> BatchFunction:
     """Returns what makes shards for a strategy."""
     return BatchFunction(lambda shards: shards, strategy)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, locate
-from tfmultigpu.addons.verification.one_device import OneDevice, cutter, putting_back, size_of
+from tfmultigpu.addons.verification.one_device import OneDevice, cutter, putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
@@ -41,7 +41,8 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Takes ``"first"``, True for every step, or ``"gradients"`` to compare these too."""
         self._always = verify is True
-        self._measure = tf.identity if verify == "gradients" else size_of
+        norm = lambda value: tf.norm(tf.cast(value, tf.float64))  # noqa: E731
+        self._measure = tf.identity if verify == "gradients" else norm
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
@@ -107,10 +108,12 @@ class Verify(Feature):
         local, places = cutter(self._strategy).cut(whole)
         shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
         compiled = self._step.compiled((structure, shards, None if offsets is None else places))
-        if self._device is None or self._device.key != self._step.key():
-            self._device = OneDevice(self._step, self._measure)
-        one = self._device.run(whole, compiled[0])
-        return self._device, one, whole, (local, places), compiled
+        device = self._device
+        if device is None or device.key != self._step.key():
+            device = OneDevice(self._step, self._measure)
+        one = device.run(whole, compiled[0])
+        self._device = device  # Not one that failed: TensorFlow could not trace it again.
+        return device, one, whole, (local, places), compiled
 
     def _outcome(self, device: Any, one: Any, whole: Any, cut: Any, step: Any) -> Verification:
         compiled, args = step
