@@ -111,7 +111,7 @@ class ChainedStep(Program):
 
     @property
     def watches(self) -> bool:
-        """Whether a step is to be called by itself, to be verified."""
+        """True if a step is to be called by itself, to be verified."""
         return any(step.watches for step in self.steps.values())
 
     def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:

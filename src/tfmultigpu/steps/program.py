@@ -181,7 +181,7 @@ class Program:
 
     @property
     def watches(self) -> bool:
-        """Whether a feature does something around a call, which a loop cannot."""
+        """True if a feature does something around a call, which a loop cannot."""
         return self._around() != self._run
 
     def compiled(self, batch: Batch) -> Any:

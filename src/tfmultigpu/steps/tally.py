@@ -143,12 +143,6 @@ class Tally(NamedTuple):
         once = [1.0 / times] * 2 + [1.0, 1.0 / times] + [1.0] * 2 * count + [1.0 / times] * count
         return self._replace(sums=self.sums * tf.constant(once, tf.float64))
 
-    @property
-    def terms(self) -> Any:
-        """The sums, then the weights, of the terms that replicas computed."""
-        sums, weights, _ = self._by_term(self.sums)
-        return tf.concat([sums[:-1], weights[:-1]], 0)
-
     def logs(self) -> dict[str, Any]:
         """Divides, once: each mean by its own weight."""
         assert self.layout is not None

@@ -150,7 +150,7 @@ class FitHooks(Hooks):
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is known of the data, in JSON types."""
+        """The known facts of the data, in JSON types."""
         described = self._training.feed.describe()
         return {name: value for name, value in described.items() if value is not None}
 

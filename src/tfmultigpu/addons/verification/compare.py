@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.one_device import OneDevice, numbered
+from tfmultigpu.addons.verification.one_device import OneDevice
 
 _TINY = float(np.finfo("float32").tiny)
 _EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
@@ -140,7 +140,7 @@ def furthest(expected: Any, actual: Any, bound: float) -> tuple[float, float, fl
 
 def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> Iterator[Quantity]:
     """Yields what one device computed, with the same of the replicas, before it is put back."""
-    numbers = {name: value.numpy() for name, value in numbered(logs).items()}
+    numbers = {name: value.numpy() for name, value in device.named(logs).items()}
     local = device.strategy.experimental_local_results
     # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
     norms = [each.get("gradient_norm", 0.0) for each in (numbers, expected)]

@@ -56,6 +56,12 @@ class OneDevice:
         """The states that layers and metrics assign; known once run."""
         return self.twin.trace.state if hasattr(self.twin, "trace") else []
 
+    def named(self, logs: Any) -> dict[str, Any]:
+        """Returns tensors by name: logs as they are, without their steps, or predictions."""
+        if hasattr(self.twin, "trace"):
+            return {name: value for name, value in logs.items() if name != "steps"}
+        return {f"output {number}": output for number, output in enumerate(dense(logs))}
+
     def run(self, batch: Any, compiled: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
@@ -63,7 +69,7 @@ class OneDevice:
             for number, (handle, value) in enumerate(before if move else ()):
                 _assign(handle, move(number, handle, value))
             logs, state, *gradients = concrete(batch)
-            numbers = numbered(logs) | {f"state {i}": each for i, each in enumerate(state)}
+            numbers = self.named(logs) | {f"state {i}": each for i, each in enumerate(state)}
             if self.updated:
                 self._update(gradients[0], state)
                 firsts = [tf.convert_to_tensor(variable.value) for variable in self.updated]
@@ -127,13 +133,6 @@ def dense(outputs: Any) -> list[Any]:
     """Returns the dense floating-point tensors in a nested structure."""
     leaves = tf.nest.flatten(outputs)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]
-
-
-def numbered(logs: Any) -> dict[str, Any]:
-    """Returns tensors by name: logs as they are, without their steps, or predictions."""
-    if isinstance(logs, dict) and "loss" in logs:
-        return {name: value for name, value in logs.items() if name != "steps"}
-    return {f"output {number}": output for number, output in enumerate(dense(logs))}
 
 
 def _assign(handle: Any, value: Any) -> None:

@@ -39,7 +39,7 @@ class Verify(Feature):
     _later: Verification | None = None  # or the first uneven one is there, that this is said of.
 
     def __init__(self, verify: bool | str = "first") -> None:
-        """Takes ``"first"``, True for every step, or ``"gradients"`` to compare these too."""
+        """Takes ``"first"``, True for every step, or ``"gradients"`` to compare elements."""
         self._always = verify is True
         norm = lambda value: tf.norm(tf.cast(value, tf.float64))  # noqa: E731
         self._measure = tf.identity if verify == "gradients" else norm
