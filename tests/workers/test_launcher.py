@@ -33,11 +33,11 @@ def write(tmp_path: Path) -> Write:
     def write(body: str) -> str:
         script = tmp_path / "train.py"
         start = (
-            "import json, os, signal, sys, time\n"
+            "import json, os, signal, socket, sys, time\n"
             "config = json.loads(os.environ.get('TF_CONFIG', '{}'))\n"
             "me = config.get('task', {}).get('index', 0)\n"
-            "def join():  # Listens for the others, as whoever joins a cluster does.\n"
-            "    import socket\n"
+            "def join(): open(os.environ['TFMULTIGPU_JOINED'], 'w').close()  # As when joined.\n"
+            "def serve():  # Listens for the others, as TensorFlow's own strategy does.\n"
             "    host, port = config['cluster']['worker'][me].split(':')\n"
             "    with socket.create_server((host, int(port))): time.sleep(1)\n"
             "def ready():\n"
@@ -65,7 +65,7 @@ def test_workers_get_a_cluster_and_their_output_a_number(run: Run) -> None:
     script = """
         print(json.dumps(config), *sys.argv[1:])
         print("to stderr", file=sys.stderr)
-        join()
+        serve()
         print("no end of line", end="")
         """
     code, out, err = run(script, "--rate", "0.1", workers=3)

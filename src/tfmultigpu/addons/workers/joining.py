@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -23,8 +24,7 @@ from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
 
-JOB_ID = "TFMULTIGPU_JOB_ID"  # The launcher sets it anew for each attempt.
-_JOBS = (JOB_ID, "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
+_JOBS = ("TFMULTIGPU_JOB_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
 # All workers are here when TensorFlow starts, so these are long.
 _REGISTER_SECONDS = 30.0
 _JOIN_SECONDS = 60.0
@@ -73,6 +73,8 @@ def join(
             f"{left or 'No worker has ended'}. Restart every worker: TensorFlow cannot try twice "
             f"in a process. TensorFlow says: {error}"
         ) from error
+    if launched := os.environ.get("TFMULTIGPU_JOINED"):
+        Path(launched).touch()  # The launcher looks for it.
     process_state.cluster = JoinedWorkers(cluster, ends)
     return strategy
 

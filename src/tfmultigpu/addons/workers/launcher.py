@@ -12,17 +12,16 @@ import itertools
 import os
 import queue
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tfmultigpu.addons.workers.cluster import split_address
+from tfmultigpu.addons.workers.channels import connect
 from tfmultigpu.addons.workers.processes import (
     Outcome,
     free_addresses,
@@ -57,9 +56,10 @@ def launch(
     environ, gpus = dict(os.environ), _gpus_of_workers(workers)
     command = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
     code = 0
-    with _signals_in_a_queue() as signals:
+    with _signals_in_a_queue() as signals, tempfile.TemporaryDirectory() as folder:
         for attempt in range(restarts + 1):
-            environ["TFMULTIGPU_JOB_ID"] = f"launch {secrets.token_hex(4)}"
+            joined = Path(folder, f"{attempt}")  # ``create_strategy`` makes the file.
+            environ["TFMULTIGPU_JOB_ID"] = environ["TFMULTIGPU_JOINED"] = str(joined)
             environ["TFMULTIGPU_ATTEMPT"] = f"{attempt}"
             addresses = free_addresses(workers)
             run = _Run(addresses, signals)
@@ -69,9 +69,9 @@ def launch(
                 run.pass_on,
                 grace=_GRACE,
                 signals=signals,
-                on_poll=run.look_for_a_meeting,
+                on_poll=run.look_for_a_server,
             )
-            code = run.exit_code(outcome)
+            code = run.exit_code(outcome, joined.exists())
             if not outcome.failed or outcome.signal is not None:
                 break
             if attempt < restarts:
@@ -96,14 +96,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One attempt: the last lines of each worker, and whether any has listened for others."""
+    """One attempt: the last lines of each worker, and whether a server of TensorFlow was seen."""
 
     def __init__(self, addresses: Sequence[str], signals: queue.SimpleQueue[int]) -> None:
         self._first, self._workers = addresses[0], len(addresses)
         self._last = [collections.deque[str](maxlen=_LINES) for _ in addresses]
         self._lock, self._signals = threading.Lock(), signals
         self._unread = False
-        self._met = self._workers == 1
+        self._served = self._workers == 1
 
     def pass_on(self, worker: int, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\n")
@@ -118,19 +118,14 @@ class _Run:
                 _say(f"The output of the workers cannot be passed on ({error}): all must end.")
                 self._signals.put(signal.SIGTERM)
 
-    def look_for_a_meeting(self) -> None:
-        if self._met:
-            return
-        try:
-            # From another address: the system could lend the caller the very port that it calls.
-            socket.create_connection(split_address(self._first), 0.5, ("127.0.0.2", 0)).close()
-        except (ConnectionError, TimeoutError):
-            return
-        except OSError:  # A system without that address: nobody can tell.
-            pass
-        self._met = True
+    def look_for_a_server(self) -> None:
+        """Notes a program that joins by a strategy of TensorFlow: its server stays to the end."""
+        if not self._served:
+            with contextlib.suppress(OSError):
+                connect(self._first).close()
+                self._served = True
 
-    def exit_code(self, outcome: Outcome) -> int:
+    def exit_code(self, outcome: Outcome, joined: bool) -> int:
         """Says how the workers ended; returns the exit code."""
         if outcome.signal is not None:
             name = signal.Signals(outcome.signal).name
@@ -147,14 +142,15 @@ class _Run:
             how = f"{how_it_ended(code)}, the first to fail; all others were stopped"
             _say(f"Worker {first} of {self._workers} {how}. Its output ends with:{end}")
             return code if code > 0 else 128 - code
-        if not self._met:
+        joined |= self._served
+        if not joined:
             _say(
                 f"The {self._workers} workers never joined each other: each trained a model of its "
                 "own, if it trained. Write strategy = tmg.create_strategy() directly after the "
                 "imports, and build the model in strategy.scope(). A program for one process: "
                 "--workers 1."
             )
-        return int(not self._met)
+        return int(not joined)
 
 
 def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
