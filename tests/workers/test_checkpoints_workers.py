@@ -27,15 +27,8 @@ def build(strategy: Any) -> tuple[Any, Any]:
     layers = keras.layers
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(3, use_bias=False),
-                layers.BatchNormalization(),
-                layers.Dropout(0.3),
-                layers.Dense(1),
-            ]
-        )
+        hidden = [layers.Dense(3, use_bias=False), layers.BatchNormalization(), layers.Dropout(0.3)]
+        model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         optimizer.build(model.trainable_variables)
     return model, optimizer
@@ -64,9 +57,8 @@ def test_a_run_resumes_to_the_bit_on_each_worker_and_on_one_process(
 ) -> None:
     whole = both(train, str(tmp_path / "whole"))
     left = both(train, str(tmp_path / "left"), 8)
-    for (_, expected), (restored, values) in zip(
-        whole, both(train, str(tmp_path / "left")), strict=True
-    ):
+    resumed = both(train, str(tmp_path / "left"))
+    for (_, expected), (restored, values) in zip(whole, resumed, strict=True):
         assert restored == 8
         np.testing.assert_equal(values, expected)
     strategy = strategy_of(2)

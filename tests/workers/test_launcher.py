@@ -196,9 +196,8 @@ def test_no_two_workers_see_the_same_gpu(
 
 def test_too_few_gpus_are_counted(nvidia_smi: Callable[[int], None]) -> None:
     nvidia_smi(3)
-    with pytest.raises(
-        DeviceNotFoundError, match=r"4 workers need a GPU each, .* 3\. Write --work"
-    ):
+    text = r"4 workers need a GPU each, .* 3\. Write --work"
+    with pytest.raises(DeviceNotFoundError, match=text):
         launch_module._gpus_of_workers(4)
 
 
