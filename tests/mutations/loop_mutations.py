@@ -8,14 +8,14 @@ LOOPS = (
     # fit --------------------------------------------------------------------------------------------
     broken(
         "the logs of an epoch are those of its last call",
-        "self.sums[name] = self.sums.get(name, 0.0) + value",
-        "self.sums[name] = value",
+        "self.sums[name] = np.add(new, self.sums.get(name, 0.0)).tolist()",
+        "self.sums[name] = new.tolist()",
         "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
     ),
     broken(
         "losses of an epoch are divided by other than its rows",
-        'name: sums[name] / sums["rows"]',
-        'name: sums[name] / (sums["rows"] + 1.0)',
+        "(of_step, rows) if by_rows and not term.logged",
+        "(of_step, rows + 1.0) if by_rows and not term.logged",
         "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
         "test_fit.py::test_a_step_or_a_forward_of_ones_own[3-forward]",
     ),
@@ -46,8 +46,8 @@ LOOPS = (
     # evaluate and predict ---------------------------------------------------------------------------
     broken(
         "only the first batches of an evaluation are in its loss",
-        "self.sums = add(self.sums, totals)",
-        "self.sums = self.sums or totals",
+        "self.sums[name] = np.add(new, self.sums.get(name, 0.0)).tolist()",
+        "self.sums[name] = self.sums.get(name, new.tolist())",
         "test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",
     ),
     broken(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS, LossTerm
 from tfmultigpu.errors import LossError
 
-_COUNTERS = ("steps", "rows", "skipped", "loss")  # The loss is multiplied by the rows.
+_COUNTERS = "steps", "rows", "skipped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Layout:
     @classmethod
     def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
         """Returns the layout of the terms of one replica, which is that of all."""
-        taken = (*_COUNTERS, "weight", "gradient_norm", "loss_scale")
+        taken = (*_COUNTERS, "loss", "weight", "gradient_norm", "loss_scale")
         for name in (str(term.name) for term in terms if term.logged):
             if name in taken or name.endswith("_weight") or name.startswith("val_"):
                 raise LossError(
@@ -80,6 +82,31 @@ class Layout:
         values = tf.unstack(stats, num=2 * len(self.own))
         return values[: len(self.own)], values[len(self.own) :]
 
+    def means(self, numbers: Sequence[Any], *, by_rows: bool = False) -> dict[str, Any]:
+        """Divides the sums of a tally, tensors or floats: each by its own weight.
+
+        ``by_rows`` divides losses as Keras does those of an epoch: by the rows, after each step has
+        divided by its weight.
+        """
+        start, count, rows = len(_COUNTERS), len(self.terms), numbers[1]
+        sums, weights, of_steps = (numbers[start + i * count :][:count] for i in range(3))
+        pairs = [
+            (of_step, rows) if by_rows and not term.logged else (total, weight)
+            for term, total, weight, of_step in zip(
+                self.terms, sums, weights, of_steps, strict=True
+            )
+        ]
+        means = [_divided(*pair) for pair in pairs]
+        losses = [t.factor * m for t, m in zip(self.terms, means, strict=True) if not t.logged]
+        plain = self.terms[0].name is None and not self.terms[0].added
+        named = {"loss": functools.reduce(operator.add, losses)}
+        named["weight"] = weights[0] if plain else rows
+        for term, mean, weight in zip(self.terms, means, weights, strict=True):
+            if term.name is not None:
+                key = term.name if term.logged else f"{term.name}_loss"
+                named |= {key: mean, f"{term.name}_weight": weight}
+        return named
+
     def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
         """Returns assertions that the weights are those that ``targets`` has divided by."""
         return [
@@ -97,8 +124,8 @@ class Tally(NamedTuple):
     """Numbers of one or more steps, not yet divided: ``tally + tally`` is that of both.
 
     Attributes:
-        sums: Steps, rows, skipped steps, and the loss times the rows; then the sum of each term,
-            the weight of each, and the mean of each times the rows: a float64 vector.
+        sums: Steps, rows and skipped steps; then the sum of each term, the weight of each, and the
+            mean of each times the rows: a float64 vector.
         last: The gradient norm and the loss scale of the last step: a float64 vector.
     """
 
@@ -126,8 +153,7 @@ class Tally(NamedTuple):
         own = [one if term.fixed else w for term, w in zip(layout.own, wide[count:], strict=False)]
         divisors = tf.stack([*own, rows])
         means = tf.math.divide_no_nan(totals, divisors)
-        factors = tf.constant([_factor(term) for term in layout.terms], tf.float64)
-        counters = tf.stack([one, rows, wide[-1], tf.reduce_sum(means * factors) * rows])
+        counters = tf.stack([one, rows, wide[-1]])
         ends = tf.stack([tf.cast(value, tf.float64) for value in last])
         return cls(layout, tf.concat([counters, totals, divisors, means * rows], 0), ends)
 
@@ -140,52 +166,20 @@ class Tally(NamedTuple):
         """Returns the sum of ``times`` steps on one batch as one step: its means are over them."""
         assert self.layout is not None
         count = len(self.layout.terms)
-        once = [1.0 / times] * 2 + [1.0, 1.0 / times] + [1.0] * 2 * count + [1.0 / times] * count
+        once = [1.0 / times] * 2 + [1.0] + [1.0] * 2 * count + [1.0 / times] * count
         return self._replace(sums=self.sums * tf.constant(once, tf.float64))
 
     def logs(self) -> dict[str, Any]:
         """Divides, once: each mean by its own weight."""
         assert self.layout is not None
-        terms = self.layout.terms
-        size = len(_COUNTERS) + 3 * len(terms)
-        values = tf.unstack(_padded(self.sums, tf.zeros([size], tf.float64)), num=size)
-        steps, rows, skipped, _, *_ = values
-        sums, weights, _ = self._by_term(values)
-        means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]
-        loss: Any = tf.add_n([_factor(t) * mean for t, mean in zip(terms, means, strict=True)])
-        plain = terms[0].name is None and not terms[0].added
-        logs = {"loss": loss, "weight": weights[0] if plain else rows}
+        size = len(_COUNTERS) + 3 * len(self.layout.terms)
+        numbers = tf.unstack(_padded(self.sums, tf.zeros([size], tf.float64)), num=size)
+        logs = self.layout.means(numbers)
         if self.layout.trains:
             last = tf.unstack(_padded(self.last, tf.zeros([2], tf.float64)), num=2)
-            logs |= {"skipped": skipped, "gradient_norm": last[0], "loss_scale": last[1]}
-        for term, mean, weight in zip(terms, means, weights, strict=True):
-            if term.name is not None:
-                logs |= {_key(term): mean, f"{term.name}_weight": weight}
+            logs |= {"skipped": numbers[2], "gradient_norm": last[0], "loss_scale": last[1]}
         single = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
-        return {"steps": tf.cast(steps, tf.int64), **single}
-
-    def additive(self) -> dict[str, float]:
-        """Returns what epochs add up, by name: losses times rows, values and their weights.
-
-        Logs of an epoch divide losses by ``"rows"``, as Keras does, and values by their weight.
-        """
-        if self.layout is None:  # No step yet, or none since a trace was made anew.
-            return {"steps": 0.0}
-        size = len(_COUNTERS) + 3 * len(self.layout.terms)
-        values: list[float] = self.sums.numpy().tolist() or [0.0] * size
-        sums = dict(zip(_COUNTERS, values, strict=False))
-        for term, s, w, m in zip(self.layout.terms, *self._by_term(values), strict=True):
-            if term.logged:
-                sums |= {str(term.name): s, f"{term.name}_weight": w}
-            elif term.name is not None:
-                sums[_key(term)] = m
-        return sums
-
-    def _by_term(self, values: Any) -> tuple[Any, ...]:
-        """The sums, the weights, and the means times rows."""
-        assert self.layout is not None
-        count, start = len(self.layout.terms), len(_COUNTERS)
-        return tuple(values[start + i * count : start + (i + 1) * count] for i in range(3))
+        return {"steps": tf.cast(numbers[0], tf.int64), **single}
 
 
 Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.
@@ -218,22 +212,10 @@ def logs_of(tallies: Tallies) -> dict[str, Any]:
     return logs
 
 
-def additive(tallies: Tallies) -> dict[str, float]:
-    """Returns what epochs add up, behind the names of the steps; all take the same rows."""
-    return {
-        f"{name}_{key}" if name and key not in ("steps", "rows") else key: value
-        for name, tally in tallies.items()
-        for key, value in tally.additive().items()
-    }
-
-
-def _key(term: LossTerm) -> str:
-    return str(term.name) if term.logged else f"{term.name}_loss"
-
-
-def _factor(term: LossTerm) -> float:
-    """What the mean of a term counts in the loss."""
-    return 0.0 if term.logged else term.factor
+def _divided(total: Any, weight: Any) -> Any:
+    if tf.is_tensor(total):
+        return tf.math.divide_no_nan(total, weight)
+    return total / weight if weight else 0.0
 
 
 def _padded(vector: Any, like: Any) -> Any:

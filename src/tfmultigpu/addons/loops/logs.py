@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfmultigpu.steps.tally import Tally
+from tfmultigpu.steps.tally import Layout
 
 
-def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of an epoch: losses are means over its rows.
+def epoch_logs(
+    sums: Mapping[str, Sequence[float]], layouts: Mapping[str, Layout], metrics: Mapping[str, Any],
+    *, by_rows: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the logs of an epoch, sorted: with the losses of outputs only if there are several.
 
-    A value of ``forward`` that has a weight is divided by the sum of its weights.
+    ``sums`` are those of the tally of each step, ``layouts`` tell what they are.
     """
-    values = {name: sums[name] for name in sums if f"{name}_weight" in sums}
-    means = {
-        name: value / sums[f"{name}_weight"] if sums[f"{name}_weight"] else 0.0
-        for name, value in values.items()
-    }
-    losses = {
-        name: sums[name] / sums["rows"]
-        for name in sums
-        if name.endswith("loss") and name not in values
-    }
-    return as_keras(losses, _distinct({**losses, **means}, means, metrics))
-
-
-def evaluation_logs(tally: Tally, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of an evaluation, from the numbers of an eval step over all batches."""
-    logs = tally.logs()
-    terms = tally.layout.terms if tally.layout else ()
-    values = {str(term.name): logs[str(term.name)] for term in terms if term.logged}
-    losses = {name: value for name, value in logs.items() if name not in values}
-    return as_keras(losses, _distinct(logs, values, metrics))
-
-
-def _distinct(
-    taken: Mapping[Any, Any], values: Mapping[str, Any], metrics: Mapping[str, Any]
-) -> dict[str, Any]:
-    if both := sorted(taken.keys() & metrics.keys()):
+    losses: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for step, numbers in sums.items():
+        logged = [term.name for term in layouts[step].terms if term.logged]
+        for name, value in layouts[step].means(numbers, by_rows=by_rows).items():
+            if name in logged or name.endswith("loss"):
+                kind = values if name in logged else losses
+                kind[f"{step}_{name}" if step else name] = value
+    if both := sorted({*losses, *values} & metrics.keys()):
         raise ValueError(
             "A metric has the name of a loss or of a value of forward, so one of them would be "
             f"lost. Received: {both}. Give the metric another name: keras.metrics.Mean(name=...)."
         )
-    return {**values, **metrics}
-
-
-def as_keras(losses: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of Keras, sorted: with the losses of outputs only if there are several.
-
-    ``losses`` are the loss and that of each output, or those of several steps.
-    """
-    logs: dict[str, Any] = {n: losses[n] for n in losses if n == "loss" or n.endswith("_loss")}
-    if len(logs) == 2 and "loss" in logs:
-        logs = {"loss": losses["loss"]}
-    for name, value in others.items():
+    logs = {"loss": losses["loss"]} if len(losses) == 2 and "loss" in losses else losses
+    for name, value in {**values, **metrics}.items():
         logs.update(value if isinstance(value, Mapping) else {name: value})
     return {name: _number(logs[name]) for name in sorted(logs)}
 

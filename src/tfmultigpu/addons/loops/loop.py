@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.logs import evaluation_logs, training_logs
+from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
-from tfmultigpu.steps.tally import add, additive
+from tfmultigpu.steps.tally import Layout
 
 
-class Loop(abc.ABC):
-    """A function of Keras' loop: runs some batches ahead, and waits until Keras has counted them.
+class Loop:
+    """``model.train_function``: runs some batches ahead, and waits until Keras has counted them.
 
     Attributes:
         mode: ``"train"`` or ``"test"``.
         flag: The attribute of the model by which a callback ends the loop.
+        by_rows: Whether losses are means of those of the batches, as Keras', each by its rows.
         hooks: The callbacks; see ``hooks.Hooks``.
         feed: The data.
         step: The step that runs on it.
         metrics: The metrics in the logs.
-        sums: Sums over the batches of this epoch, from which its losses are made.
+        sums: The sums of the tally of each step over this epoch, from which its logs are made.
         done: Batches of this epoch.
         seen: Batches since the beginning.
         waiting: Batches that ran, and that Keras has not counted yet.
@@ -38,6 +39,7 @@ class Loop(abc.ABC):
 
     mode = "train"
     flag = "stop_training"
+    by_rows = True
 
     def __init__(
         self, model: Any, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
@@ -49,7 +51,8 @@ class Loop(abc.ABC):
         """
         self.model, self.feed, self.step = weakref.proxy(model), feed, step
         self.metrics, self._pace, self._width = metrics, pace, width
-        self.sums: Any = {}
+        self.sums: dict[str, list[float]] = {}
+        self._layouts: dict[str, Layout] = {}
         self.hooks: Any = None
         self.done = self.seen = self.waiting = 0
         self.ran = False
@@ -84,13 +87,22 @@ class Loop(abc.ABC):
         self.metrics.reset()
         self.sums.clear()
 
-    @abc.abstractmethod
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
+        ran = 0
+        for name, tally in self.step.totals(iterator, steps).items():
+            new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
+            if new.size:
+                ran, self._layouts[name] = int(new[0]), tally.layout
+                self.sums[name] = np.add(new, self.sums.get(name, 0.0)).tolist()
+        return ran
 
-    @abc.abstractmethod
     def read(self) -> dict[str, Any]:
         """Returns the logs of the epoch so far."""
+        if not self.sums:
+            return {}
+        results = self.metrics.results()
+        return epoch_logs(self.sums, self._layouts, results, by_rows=self.by_rows)
 
     def _advance(self) -> None:
         asked = ran = 0
@@ -122,40 +134,12 @@ class Loop(abc.ABC):
         return every
 
 
-class TrainingLoop(Loop):
-    """``model.train_function``."""
-
-    def run(self, iterator: Any, steps: int) -> int:
-        """Trains on up to ``steps`` batches."""
-        # Reading them waits for the devices: Ctrl-C is handled here.
-        sums = additive(self.step.totals(iterator, steps))
-        ran = int(sums.pop("steps"))
-        for name, value in sums.items() if ran else ():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        return ran
-
-    def read(self) -> dict[str, Any]:
-        """Returns the logs of the epoch so far."""
-        return training_logs(self.sums, self.metrics.results()) if self.sums else {}
-
-
 class EvaluationLoop(Loop):
-    """``model.test_function``."""
+    """``model.test_function``: its losses are those of all rows, however these are batched."""
 
     mode = "test"
     flag = "stop_evaluating"
-
-    def run(self, iterator: Any, steps: int) -> int:
-        """Evaluates up to ``steps`` batches."""
-        totals = self.step.totals(iterator, steps)
-        ran = int(additive(totals)["steps"])
-        if ran:
-            self.sums = add(self.sums, totals)
-        return ran
-
-    def read(self) -> dict[str, Any]:
-        """Returns the logs so far."""
-        return evaluation_logs(self.sums[""], self.metrics.results()) if self.sums else {}
+    by_rows = False
 
 
 def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:

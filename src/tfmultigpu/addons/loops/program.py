@@ -19,7 +19,7 @@ from tfmultigpu.addons.loops.compiled import (
     read_compiled,
 )
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, TrainingLoop
+from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop
 from tfmultigpu.addons.loops.methods import refuse_own_methods
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.build_model import is_built, prepare_model
@@ -97,13 +97,13 @@ class Program:
             return self.step.trained
         return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
 
-    def training_loop(self, feed: Feed, width: int | None) -> TrainingLoop:
+    def training_loop(self, feed: Feed, width: int | None) -> Loop:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
         step, metrics = self._train_step(feed.element_spec)
         # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
         calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
         pace = get_or_make(self.model, "pace", id(step), calls)
-        return TrainingLoop(self.model, feed, step, metrics, pace, width)
+        return Loop(self.model, feed, step, metrics, pace, width)
 
     def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
         model, strategy, step = self.model, self.strategy, self.step
