@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from tfmultigpu.accumulation.loss_sum import LossTerm
 from tfmultigpu.steps.tally import Layout
 
 
 def epoch_logs(
-    sums: Mapping[str, Sequence[float]], layouts: Mapping[str, Layout], metrics: Mapping[str, Any],
-    *, by_rows: bool,
-) -> dict[str, Any]:  # fmt: skip
+    sums: Mapping[str, tuple[Any, Any]], metrics: Mapping[str, Any], *, by_rows: bool
+) -> dict[str, Any]:
     """Returns the logs of an epoch, sorted: with the losses of outputs only if there are several.
 
-    ``sums`` are those of the tally of each step, ``layouts`` tell what they are.
+    ``sums`` has the sums of the tally of each step, and the fields of its terms.
     """
     losses: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    for step, numbers in sums.items():
-        logged = [term.name for term in layouts[step].terms if term.logged]
-        for name, value in layouts[step].means(numbers, by_rows=by_rows).items():
+    for step, (numbers, terms) in sums.items():
+        layout = Layout(tuple(LossTerm(**fields) for fields in terms))
+        logged = [term.name for term in layout.terms if term.logged]
+        for name, value in layout.means(numbers, by_rows=by_rows).items():
             if name in logged or name.endswith("loss"):
                 kind = values if name in logged else losses
                 kind[f"{step}_{name}" if step else name] = value

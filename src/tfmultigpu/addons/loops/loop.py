@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
-from tfmultigpu.steps.tally import Layout
 
 
 class Loop:
@@ -29,7 +29,8 @@ class Loop:
         feed: The data.
         step: The step that runs on it.
         metrics: The metrics in the logs.
-        sums: The sums of the tally of each step over this epoch, from which its logs are made.
+        sums: For each step the sums of its tally over this epoch, and their terms, in JSON types: a
+            run that resumes may have no further batch in it.
         done: Batches of this epoch.
         seen: Batches since the beginning.
         waiting: Batches that ran, and that Keras has not counted yet.
@@ -51,8 +52,7 @@ class Loop:
         """
         self.model, self.feed, self.step = weakref.proxy(model), feed, step
         self.metrics, self._pace, self._width = metrics, pace, width
-        self.sums: dict[str, list[float]] = {}
-        self._layouts: dict[str, Layout] = {}
+        self.sums: dict[str, tuple[list[float], list[dict[str, Any]]]] = {}
         self.hooks: Any = None
         self.done = self.seen = self.waiting = 0
         self.ran = False
@@ -93,16 +93,16 @@ class Loop:
         for name, tally in self.step.totals(iterator, steps).items():
             new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if new.size:
-                ran, self._layouts[name] = int(new[0]), tally.layout
-                self.sums[name] = np.add(new, self.sums.get(name, 0.0)).tolist()
+                ran, (before, _) = int(new[0]), self.sums.get(name, (0.0, ()))
+                terms = [dataclasses.asdict(term) for term in tally.layout.terms]
+                self.sums[name] = np.add(new, before).tolist(), terms
         return ran
 
     def read(self) -> dict[str, Any]:
         """Returns the logs of the epoch so far."""
         if not self.sums:
             return {}
-        results = self.metrics.results()
-        return epoch_logs(self.sums, self._layouts, results, by_rows=self.by_rows)
+        return epoch_logs(self.sums, self.metrics.results(), by_rows=self.by_rows)
 
     def _advance(self) -> None:
         asked = ran = 0
