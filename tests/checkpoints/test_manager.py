@@ -216,9 +216,8 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
 
 def test_names_that_keras_counts_in_a_process_do_not_matter(tmp_path: Path) -> None:
     def make(*names: str) -> Any:
-        return keras.Sequential(
-            [keras.Input((2,)), *(keras.layers.Dense(2, name=n) for n in names)]
-        )
+        layers = [keras.layers.Dense(2, name=name) for name in names]
+        return keras.Sequential([keras.Input((2,)), *layers])
 
     tmg.Checkpoints(tmp_path, make("block_1", "block_2")).save()
     assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0

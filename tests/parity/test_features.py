@@ -56,9 +56,8 @@ def test_a_penalty_in_float16_does_not_overflow():
             return inputs
 
     def build():
-        return keras.Sequential(
-            [keras.Input((6,)), Large(dtype="mixed_float16"), keras.layers.Dense(4)]
-        )
+        large = Large(dtype="mixed_float16")
+        return keras.Sequential([keras.Input((6,)), large, keras.layers.Dense(4)])
 
     batch = (X[:256], Y[:256])
     logs = Replicated(2, build, sgd, crossentropy()).train([batch]).logs[0]
@@ -106,13 +105,8 @@ def test_switching_between_kinds_of_batches():
 
 def test_layers_of_different_precision():
     def build():
-        return keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(8, "tanh", dtype="float64"),
-                keras.layers.Dense(4),
-            ]
-        )
+        hidden = keras.layers.Dense(8, "tanh", dtype="float64")
+        return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(4)])
 
     run = Replicated(2, build, sgd, crossentropy(), clip_norm=0.1)
     start = [variable.numpy() for variable in run.model.variables]

@@ -25,9 +25,8 @@ BATCHES = cut((X, Y), (5, 1, 3, 7))
 
 
 def small() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
-    )
+    hidden = keras.layers.Dense(3, "tanh")
+    return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(2)])
 
 
 def sgd() -> Any:

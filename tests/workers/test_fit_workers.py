@@ -16,6 +16,7 @@ import this_worker
 import tfmultigpu as tmg
 
 pytestmark = pytest.mark.slow
+layers = keras.layers
 _random = np.random.default_rng(0)
 # 31 rows in batches of 6: the last batch of one row goes to every worker whole.
 X, Y = _random.normal(size=(31, 6)).astype("float32"), _random.integers(0, 3, 31)
@@ -50,14 +51,8 @@ class Watching(keras.callbacks.Callback):
 def compiled() -> Any:
     keras.utils.set_random_seed(1)
     with this_worker.strategy().scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(4, "tanh", kernel_regularizer="l2"),
-                keras.layers.Dropout(0.2),
-                keras.layers.Dense(3, "softmax"),
-            ]
-        )
+        hidden = [layers.Dense(4, "tanh", kernel_regularizer="l2"), layers.Dropout(0.2)]
+        model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3, "softmax")])
         metrics = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
         model.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", **metrics)
     return model
@@ -154,3 +149,16 @@ def test_workers_that_fit_differently_are_told(both: Any) -> None:
         epochs = f"Received: epochs={1 + worker} on worker {worker}, and another value on worker"
         assert epochs in told["epochs"]
         assert f"callbacks of tmg.Checkpoints={worker} on worker" in told["checkpoints"]
+
+
+def add_twice() -> str:
+    strategy, model = this_worker.strategy(), compiled()
+    with strategy.scope():
+        window = tmg.GradientAccumulator(model.trainable_variables)
+    with pytest.raises(tmg.errors.TfMultiGpuError) as error:
+        strategy.run(model.optimizer.apply, args=(window.reduce()[0], model.trainable_variables))
+    return str(error.value)
+
+
+def test_an_optimizer_in_replicas_refuses_gradients_of_all_workers(both: Any) -> None:
+    assert all("tmg.apply_reduced_gradients(" in told for told in both(add_twice))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.loss_sum import is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.strategies.collectives import sum_over_replicas
+from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
 from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe
 
@@ -119,6 +119,7 @@ class GradientAccumulator:
             with tf.device(total.device):
                 mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
                 gradients.append(tf.cast(mean, variable.dtype))
+                setattr(gradients[-1], REDUCED, True)
         return gradients, weight
 
     def _context(self) -> Any:

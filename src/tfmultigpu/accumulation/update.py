@@ -134,8 +134,7 @@ def _decide(
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables
     sharded = [v for v in trained if is_sharded(v)]
-    replicas = strategy.num_replicas_in_sync
-    if replicas == 1:
+    if strategy.num_replicas_in_sync == 1:
         return False, "there is one replica"
     if sharded:
         return True, f"the model has {len(sharded)} sharded variables"

@@ -14,6 +14,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
+REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 

@@ -53,7 +53,6 @@ def _as_numbers(tensor: Any) -> tuple[Any, Any]:
 
 def _texts(numbers: Any, sizes: Any) -> Any:
     """Returns the text of each replica."""
-    ends = np.cumsum((sizes + 3) // 4 * 4)
-    data = numbers.tobytes()
-    starts = [0, *ends[:-1]]
-    return np.array([data[at : at + size] for at, size in zip(starts, sizes, strict=True)], object)
+    parts = np.split(numbers, np.cumsum((sizes + 3) // 4)[:-1])
+    texts = [part.tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+    return np.array(texts, object)

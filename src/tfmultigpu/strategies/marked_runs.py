@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, TfMultiGpuError
+from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.topology import describe, local_replicas
 
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
@@ -64,5 +65,11 @@ def _mark_of(strategy: Any, *arguments: Any) -> tuple[Any, Any, bool] | None:
             "The batch was cut for another strategy, so rows would be lost, or be on every replica."
             f" Received: the run of {describe(strategy)}, and a batch for another number of them. "
             "Give both the same strategy: tmg.distribute_dataset(dataset, strategy)."
+        )
+    if count < strategy.num_replicas_in_sync and any(hasattr(leaf, REDUCED) for leaf in leaves):
+        raise TfMultiGpuError(
+            "An optimizer in strategy.run would add gradients over the workers once more. Received:"
+            " those of GradientAccumulator.reduce as its arguments. Write after strategy.run: "
+            "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
         )
     return None if offsets is None and whole is None else (offsets, whole, tf.inside_function())

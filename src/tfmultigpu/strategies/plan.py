@@ -218,11 +218,8 @@ def _addition(
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own
     possible = ("nccl", "ring") if kind == "multi_worker" else _ADDITIONS_OF_ONE_PROCESS
-    fails = {
-        way: f"TensorFlow offers {listed(possible)} here"
-        for way in COMMUNICATIONS
-        if way not in ("auto", *possible)
-    }
+    others = [way for way in COMMUNICATIONS if way not in ("auto", *possible)]
+    fails = dict.fromkeys(others, f"TensorFlow offers {listed(possible)} here")
     if devices[0].startswith("CPU:"):
         fails["nccl"] = facts.explained("NCCL runs on GPUs only, and these are CPUs")
     elif len({facts.devices[name] for name in devices}) < len(devices):

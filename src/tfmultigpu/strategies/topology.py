@@ -24,17 +24,14 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
 def is_sharded(variable: Any) -> bool:
     """Returns whether a variable has one copy, on one of several devices of its strategy."""
     value = tf_variable(variable)
-    strategy = getattr(value, "distribute_strategy", None)
-    if strategy is None or not is_mirrored(strategy):
-        return False
-    return len(strategy.experimental_local_results(value)) == 1
+    strategy: Any = getattr(value, "distribute_strategy", None)
+    return is_mirrored(strategy) and len(strategy.experimental_local_results(value)) == 1
 
 
 def devices_of(model: Any) -> tuple[str, ...]:
     """Returns the devices of the weights of a model on one replica, in the order of its layers."""
-    return tuple(
-        dict.fromkeys(parse_device_name(one.value.device) for one in getattr(model, "weights", ()))
-    )
+    names = [parse_device_name(weight.value.device) for weight in getattr(model, "weights", ())]
+    return tuple(dict.fromkeys(names))
 
 
 def owner_of(variable: Any, devices: Sequence[str]) -> int:

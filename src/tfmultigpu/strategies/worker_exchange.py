@@ -98,9 +98,8 @@ def different_calls(received: str) -> ClusterError:
 
 def digest_of(data: str | bytes) -> int:
     """Returns a hash of less than 64 bits, the same on every machine."""
-    if isinstance(data, str):
-        data = data.encode(errors="backslashreplace")
-    return int(hashlib.sha256(data).hexdigest()[:15], 16)
+    encoded = data if isinstance(data, bytes) else data.encode(errors="backslashreplace")
+    return int(hashlib.sha256(encoded).hexdigest()[:15], 16)
 
 
 @functools.cache  # Called eagerly, TensorFlow would trace each gathering anew.
