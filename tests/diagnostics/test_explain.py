@@ -147,6 +147,7 @@ def test_each_cause_is_the_only_one_that_is_told(name: str) -> None:
     assert (finding.severity, finding.code) == ("note" if harmless else "error", code), str(report)
     assert says in finding.what, str(report)
     assert change in finding.change
+    assert ("Each replica then computes all" in finding.why) == says.startswith("A batch has")
     assert "ada" not in str(report)
 
 

@@ -151,7 +151,7 @@ BLOCKS = (
     ),
     broken(
         "a model outside the scope is not found",
-        "if not strategy.extended.variable_created_in_scope(tf_variable(v))",
+        "if not is_created(tf_variable(v))",
         "if v is None",
         "test_diagnostics.py::test_a_model_or_an_optimizer_outside_the_scope_is_found",
     ),

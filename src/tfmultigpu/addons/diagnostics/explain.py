@@ -113,9 +113,8 @@ def _devices_of_copies(model: Any, strategy: tf.distribute.Strategy) -> tuple[st
 
 def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> str:
     """Returns how many variables were created outside the scope, and one; empty for none."""
-    outside = [
-        v for v in variables if not strategy.extended.variable_created_in_scope(tf_variable(v))
-    ]
+    is_created = strategy.extended.variable_created_in_scope
+    outside = [v for v in variables if not is_created(tf_variable(v))]
     if not outside:
         return ""
     owner = getattr(tf_variable(outside[0]), "distribute_strategy", None)
@@ -189,7 +188,7 @@ def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Fin
         problem = redact(str(error), os.environ)
     except tf.errors.OpError as error:  # Its message may hold paths.
         problem = f"reading it fails with {type(error).__name__}."
-    change = f"dataset.batch({32 * replicas}), say: the global batch, 32 examples for each replica"
+    why = "A step shares the examples of a global batch among the replicas, and there are none."
     if problem:
         what = f"The dataset has no batch for this strategy: {problem}"
         change = "tmg.distribute_dataset(dataset.batch(global_batch_size), strategy)"
@@ -198,7 +197,8 @@ def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Fin
         change = "Check that its files exist, and that drop_remainder does not drop the only batch"
     elif rows is not None and rows < replicas:
         what = f"A batch has {rows} example(s) for {replicas} replicas."
+        why = "Each replica then computes all of them, as one device does."
+        change = f"dataset.batch({32 * replicas}), say: the global batch, 32 for each replica"
     else:
         return
-    why = "With fewer examples than replicas each replica computes all of them, as one device does."
     yield Finding("error", "small-batch", what, why, change)
