@@ -43,7 +43,8 @@ the README's command runs.
 def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, forking.Ends]:
     """Returns how the tests of each mutation ended, and those of all of them without any."""
     with tempfile.TemporaryDirectory() as folder:
-        every = sorted({test for mutation in mutations for test in mutation.tests})
+        # In the order of their files: a test may train what those before it have looked at.
+        every = sorted({test for mutation in mutations for test in mutation.tests}, key=_place)
         unchanged = _copy(Path(folder) / "unchanged")
         half = len(every) // 2  # One half for each core.
         jobs = [(UNCHANGED, unchanged, part) for part in (every[:half], every[half:]) if part]
@@ -57,6 +58,12 @@ def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, forking.End
     for (name, *_), ended in zip(jobs, ends, strict=True):
         found.setdefault(name, {}).update(ended)
     return found
+
+
+def _place(test: str) -> tuple[str, int]:
+    file, _, name = test.partition("::")
+    text = (ROOT / "tests" / file).read_text()
+    return file, text.index(f"def {name.partition('[')[0]}(")
 
 
 def _run(package: str, tests: list[str]) -> forking.Ends:
