@@ -77,7 +77,7 @@ def test_a_format_of_another_version_is_not_guessed_at(
     write(tmp_path, 1)
     monkeypatch.undo()
     with (
-        pytest.warns(UserWarning, match=r"format 9 .*this version reads format 5"),
+        pytest.warns(UserWarning, match=r"format 9 .*this version reads format 6"),
         pytest.raises(CheckpointError, match=r"are damaged\. Received: \[.step-00000001"),
     ):
         newest(tmp_path)

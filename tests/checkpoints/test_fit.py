@@ -405,19 +405,8 @@ class Remembers(callbacks.Callback):
         self.best = min(self.best, logs["loss"])
         self.table[1000] += self.best
         self.short += 1
-        self.seen.append(
-            (
-                self.table[1000],
-                self.short.tolist(),
-                epoch,
-                counts[1],
-                total.tolist(),
-                flag,
-                self.best,
-                type(self.pair),
-            )
-        )
-        self.seen = [each[:7] for each in self.seen]
+        short = self.short.tolist()
+        self.seen.append((self.table[1000], short, counts[1], total.tolist(), flag, self.best))
 
 
 def test_plain_values_come_back_as_they_were(small: Small, tmp_path: Path) -> None:

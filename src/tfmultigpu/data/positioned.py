@@ -18,12 +18,12 @@ from tfmultigpu.errors import CheckpointError
 _NONE = -1
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Position:
     """Position of a run in its data: complete passes, and batches of the current pass."""
 
     epoch: int = 0
-    step: int = 0
+    step_in_epoch: int = 0
 
 
 class PositionedDataset(ShardedDataset):
@@ -49,11 +49,9 @@ class PositionedDataset(ShardedDataset):
         """
         self.__dict__.update(whole.__dict__)
         self.passes = 0
-        self.is_begun = False
         self.passed_over: Callable[[int], None] = lambda epoch: None
         self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
-        self._passes_to_repeat, self._compares = 0, False
-        self._last_hash: int | None = None
+        self.pass_over(0)
 
     def __iter__(self) -> ShardIterator:
         """Begins a pass at the position."""
@@ -61,12 +59,12 @@ class PositionedDataset(ShardedDataset):
         whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
         self._begin_pass()
         self.is_begun = True
-        iterator, done = ShardedDataset.iterate_from(whole, self._position.step)
-        if done < self._position.step:
+        iterator, done = ShardedDataset.iterate_from(whole, self._position.step_in_epoch)
+        if done < self._position.step_in_epoch:
             raise CheckpointError(
                 "The data has fewer batches than when the checkpoint was saved. Received: a pass "
-                f"of {done} batches, after {self._position.step} were trained on. Give the data of "
-                "that time."
+                f"of {done} batches, after {self._position.step_in_epoch} were trained on. Give "
+                "the data of that time."
             )
         return iterator
 
@@ -88,7 +86,9 @@ class PositionedDataset(ShardedDataset):
 
         With ``compare`` the first batch of the last of them is read for ``hash_of_last_epoch``.
         """
-        self._passes_to_repeat, self._compares, self._last_hash = epochs, compare, None
+        self._passes_to_repeat, self._compares = epochs, compare
+        self._last_hash: int | None = None
+        self.is_begun = False
 
     def hash_of_last_epoch(self) -> int | None:
         """Returns a hash of the first batch of the last epoch to pass over, as the data is now."""

@@ -26,7 +26,7 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 _NOT_COMPARED = {
     "name", "module", "registered_name", "seed", "build_config", "build_input_shape",
 }  # fmt: skip
-_COUNTER = re.compile(r"_\d+(?=[/\]']|$)")
+COUNTER = re.compile(r"_\d+(?=[_/:\]']|$)")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -39,7 +39,7 @@ def check_programs_alike(
         return
     code = [layer.__class__.call for layer in all_layers(model)]
     weights = [
-        [_COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable] for v in model.weights
+        [COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable] for v in model.weights
     ]
     # The first that differs is told, and a compiled model knows its loss.
     parts = {**settings, "optimizer": optimizer, "code of layers": code, "model": model}
@@ -99,7 +99,7 @@ def _config(value: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Keras warns of functions that it would store.
-            return _COUNTER.sub("", describe([value.get_config(), plain]))
+            return COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
         return None
 

@@ -6,7 +6,6 @@ Their state is what ``state()`` returns, which ``set_state(value)`` takes, or pl
 from __future__ import annotations
 
 import enum
-import inspect
 import logging
 import os
 import warnings
@@ -27,9 +26,7 @@ from tfmultigpu.types import FitStart, RunningFit
 
 _log = logging.getLogger("tfmultigpu")
 _METRICS = "fit/metrics"
-
 _METHOD = "state()"
-
 _States = dict[str, dict[str, Any]]  # In JSON types, by the names of callbacks and attributes.
 
 
@@ -53,18 +50,14 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def load(self, stored: Stored | None) -> None:
         """Takes a checkpoint; None if the run continues in a loop without ``fit``."""
         self._fit: Any = None  # A ``RunningFit``, once it has begun.
-        self._callbacks: dict[str, Any] = {}
-        self._has_trained = self._is_due = False
         self._stored: Any = stored if stored is not None and stored.run["fit"] else None
-        self._restored: Arrays = {}  # The variables of the run as hooks must leave them.
-        # States of callbacks when training began; with their arrays in a run that resumes.
-        self._begin: tuple[_States, Arrays] = {}, {}
+        self._begin: Any = None  # The states of callbacks, once training has begun.
 
     def read(self) -> tuple[Mapping[str, Any] | None, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
             return self._stored.run["fit"], self._stored.of_fit
-        if not self._has_trained:
+        if self._begin is None:
             return None, {}
         states, arrays = _read_states(self._callbacks, self._variables, self._begin[0])
         fit = {
@@ -77,7 +70,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_fit_begin(self, fit: RunningFit) -> FitStart:
         """Returns where a ``fit`` begins, before its data is prepared."""
-        if self._has_trained:
+        if self._begin is not None:
             raise CheckpointError(
                 "Checkpoints hold one fit. Received: another call of fit. To resume the first, "
                 "call checkpoints.restore() again. Just before a second one write, and restore, "
@@ -86,7 +79,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._fit, self._callbacks = fit, _named(fit.callbacks)
         seed, first, batches, is_over = fit.seed, fit.first_epoch, 0, False
         if self._stored is not None:
-            # What the program changed since ``restore`` is part of the run.
+            # Hooks must leave these. What the program changed since ``restore`` is part of the run.
             self._restored = self._variables.read(self._run.data)
             seed, first, batches = self._stored.run["fit"]["begin"]
             is_over = self._stored.run["fit"]["stopped"]
@@ -97,56 +90,49 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
-        if self._fit is None or self._has_trained:
+        if self._fit is None or self._begin is not None:
             raise CheckpointError(
                 "The fit of Keras cannot resume. Received: checkpoints.callback() in model.fit. "
                 "Write tmg.fit(model, data, callbacks=[...]), or tmg.prepare(model) before it."
             )
         self._run.listen()
-        self._has_trained = True
         self._variables.check_holds(self._fit.changed_variables())
         self._run.note_data(self._fit.data)
         self._begin = _read_states(self._callbacks, self._variables)
         if self._stored is None:
-            self._begin = self._begin[0], {}
             return
-        stored = self._stored.run["fit"]["callbacks"]
-        if missing := sorted(stored.keys() - self._callbacks.keys()):
+        if missing := sorted(self._stored.run["fit"]["callbacks"].keys() - self._callbacks.keys()):
             _log.warning(
                 "The checkpoint has callbacks that were not passed, so the run may end "
-                "differently than without the restart: %s",
-                ", ".join(missing),
+                f"differently than without the restart: {', '.join(missing)}"
             )
-        self._undo_hooks()
         if not self._run.step_in_epoch:  # What the next hooks do is new.
-            self._stored = None
+            self._undo_hooks()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores the logs of a resumed epoch, after all other ``on_epoch_begin``."""
         if self._stored is not None:
-            self._undo_hooks()
             metrics = self._metrics()
             arrays = {n: a for n, a in self._stored.of_fit.items() if n.startswith(_METRICS)}
             state.check_fits(metrics, arrays, "a checkpoint within an epoch")
             state.write_state(metrics, arrays, self._exchange)
             self._fit.sums.update(self._stored.run["fit"]["sums"])
-            self._stored = None
+            self._undo_hooks()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts steps, and saves when it is time."""
         steps, every = batch + 1 - self._run.step_in_epoch, self.every_batches
         self._run.after_step(steps)
         step = self._run.step
-        self._is_due = every is not None and step // every > (step - steps) // every
+        is_due = every is not None and step // every > (step - steps) // every
         # If a callback stops the run, its epoch ends before it is saved.
-        if self._is_due and not self.is_stopping():
+        if is_due and not self.is_stopping():
             self._run.save()
-            self._is_due = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Counts the epoch, and saves when it is time."""
+        """Counts the epoch, and saves when it is time, or the last one of the run."""
         self._run.end_epoch()
-        if self.every_batches is None or self._is_due:
+        if self.every_batches is None or self.is_stopping():
             self._run.save()
 
     def on_fit_exit(self) -> None:
@@ -165,6 +151,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         state.write_state(self._variables.all(), self._restored, self._exchange)
         _write_states(self._callbacks, *self._begin)
         _write_states(self._callbacks, self._stored.run["fit"]["callbacks"], self._stored.of_fit)
+        self._stored = None
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
@@ -224,22 +211,17 @@ def _read_states(
 
 
 def _attributes(callback: Any, saved: Collection[int]) -> dict[str, Any]:
-    """Returns attributes that may be state: not functions, nor what has only ``saved`` variables.
+    """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
+    others = {"params", "model", "_params", "_model"}
+    # Keras changes its sign together with a function, and would change it once more.
+    others |= {"min_delta"} if hasattr(callback, "monitor_op") else set()
 
-    Arguments of Keras are not: EarlyStopping changes its ``min_delta`` with a function beside it.
-    """
-    kinds = [kind for kind in type(callback).__mro__ if is_part_of_keras(kind)]
-    constructors = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
-    settings = {name for each in constructors for name in inspect.signature(each).parameters}
-
-    def is_state(name: str, value: Any) -> bool:
-        if name.lstrip("_") in {"params", "model", *settings}:
-            return False
+    def is_state(value: Any) -> bool:
         if hasattr(value, "variables"):
             return any(id(tf_variable(variable)) not in saved for variable in value.variables)
         return not callable(value)
 
-    return {name: value for name, value in vars(callback).items() if is_state(name, value)}
+    return {n: v for n, v in vars(callback).items() if n not in others and is_state(v)}
 
 
 def _write_states(callbacks: Mapping[str, Any], states: _States, arrays: Arrays) -> None:

@@ -22,7 +22,7 @@ from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Stored(NamedTuple):

@@ -22,7 +22,7 @@ _log = logging.getLogger("tfmultigpu")
 _FIRST = "first_batch"
 
 
-class Checkpoints:
+class Checkpoints(Position):
     """Saves a training run, and resumes it after a crash, a preemption or on other devices.
 
     A resumed run ends with the weights of an uninterrupted one: bit-equal on the same number of
@@ -34,6 +34,8 @@ class Checkpoints:
         directory: The directory of the checkpoints.
         data: The data for the loop; a pass begins at the run's position. None if none was given.
         keep: The number of checkpoints to keep.
+        epoch: Epochs so far.
+        step_in_epoch: Steps of the current epoch so far.
 
     Example:
         >>> import tempfile, keras, numpy as np, tfmultigpu as tmg
@@ -89,10 +91,10 @@ class Checkpoints:
         self._exchange = self._variables.exchange
         self._vote = StopVote(self._exchange)
         self.signal = StopSignal(signal.SIGTERM)
-        self._position = Position()
+        super().__init__()
         self.data: PositionedDataset | None = None
         if data is not None:
-            self.data = position_data(data, self._exchange.strategy, self._position)
+            self.data = position_data(data, self._exchange.strategy, self)
         self._steps = self._variables.count_updates()
         self._updates: int | None = self._steps  # None once steps are counted.
         # What is known of the data, and what a checkpoint says of it until it was compared.
@@ -106,16 +108,6 @@ class Checkpoints:
         if self._updates is None:
             return self._steps
         return self._steps + self._variables.count_updates() - self._updates
-
-    @property
-    def epoch(self) -> int:
-        """Epochs so far."""
-        return self._position.epoch
-
-    @property
-    def step_in_epoch(self) -> int:
-        """Steps of the current epoch so far."""
-        return self._position.step
 
     def save(self) -> Path:
         """Saves the run, and returns the file.
@@ -153,12 +145,10 @@ class Checkpoints:
         self._variables.restore(stored, self.data)
         self._callback.load(stored)
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
-        self._position.epoch, self._position.step = stored.run["epoch"], stored.run["step_in_epoch"]
+        self.epoch, self.step_in_epoch = stored.run["epoch"], stored.run["step_in_epoch"]
         self._known, self._expected = stored.run["data"], dict(stored.run["data"])
         if self.data is not None:
-            self.data.is_begun = False
-            ended = _FIRST in self._expected and not self.step_in_epoch
-            self.data.pass_over(self.epoch, compare=ended)
+            self.data.pass_over(self.epoch, compare=not self.step_in_epoch)
         return self._steps
 
     def epochs(self, epochs: int) -> Iterator[int]:
@@ -189,13 +179,12 @@ class Checkpoints:
             SystemExit: SIGTERM came, here or on another worker, and the run was saved.
         """
         steps = check_count("steps", steps, 0)
-        is_first, self._updates = not self._position.step, None
-        self._steps += steps
-        self._position.step += steps
+        self._steps, self._updates = self._steps + steps, None
+        self.step_in_epoch += steps
         if self.data is not None:
             # An iterator of the epoch before would make a resumed run begin with other batches.
             self._check_counted(self.data.is_begun)
-            if is_first or _FIRST in self._expected:
+            if self.step_in_epoch == steps or _FIRST in self._expected:  # The first of an epoch.
                 self.note_data({_FIRST: self.data.first_hash()})
         self._stop_if_asked(steps)
 
@@ -205,7 +194,7 @@ class Checkpoints:
             self._check_counted(self.step_in_epoch > 0 and self.data.is_begun)
             self.note_data({_FIRST: self.data.first_hash()})  # Of a pass without more steps.
             self.data.is_begun = False
-        self._position.epoch, self._position.step = self.epoch + 1, 0
+        self.epoch, self.step_in_epoch = self.epoch + 1, 0
         self._stop_if_asked(0, now=True)
 
     def callback(self, every_steps: int | None = None) -> CheckpointCallback:

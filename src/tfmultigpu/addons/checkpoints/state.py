@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,20 +15,16 @@ from tfmultigpu.accumulation.loss_scale import kept_loss_scales, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.steps.agreement import check_values_alike
+from tfmultigpu.steps.agreement import COUNTER, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.step import Trained, TrainStep
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import ShardUpdate
 
 _SEEDS = "seeds"
-_COUNTED = re.compile(r"_\d+(?=[_/:]|$)")
-
-# The end of the name of an array that has the values of all replicas.
-_EACH = " of each replica"
 
 
 class RunVariables:
@@ -47,7 +43,10 @@ class RunVariables:
             model, optimizer, _ = train_step.trained[0]
         strategy = strategy_of(model)
         check_kinds(model, strategy, *(() if optimizer is None else (optimizer,)))
-        self._model, self._optimizer, self._step = model, optimizer, train_step
+        self._optimizer, self._step = optimizer, train_step
+        # Each trained model with its optimizer, by the begin of the names of variables.
+        parts = [(model, optimizer)] if train_step is None else [p[:2] for p in train_step.trained]
+        self._parts = {f"{i}/" if i else "": part for i, part in enumerate(parts)}
         self._extra = dict(extra or {})
         self.exchange = WorkerExchange(strategy)
         _extra_variables(self._extra)  # Checks them.
@@ -56,19 +55,12 @@ class RunVariables:
         """Returns the steps that the optimizer of the first model has counted."""
         return 0 if self._optimizer is None else int(self._optimizer.iterations.numpy())
 
-    @property
-    def _trained(self) -> dict[str, Trained]:
-        """Each trained model with its optimizer, by the begin of the names of variables."""
-        alone = Trained(self._model, self._optimizer, self._model.trainable_variables)
-        trained = (alone,) if self._step is None else self._step.trained
-        return {f"{i}/" if i else "": part for i, part in enumerate(trained)}
-
     def all(self) -> dict[str, Any]:
         """Returns all variables of TensorFlow that exist, by group, number in it, and path."""
         groups: dict[str, Iterable[Any]] = {**_extra_variables(self._extra)}
         if self._step is not None:
             groups["step/metrics"] = [v for m in self._step.metrics for v in m.variables]
-        for prefix, (model, optimizer, _) in self._trained.items():
+        for prefix, (model, optimizer) in self._parts.items():
             groups[f"{prefix}model"] = model.variables
             groups[f"{prefix}attributes"] = _untracked_variables(model)
             # Of the model and its layers; ``model.metrics`` has those of compile too.
@@ -86,7 +78,7 @@ class RunVariables:
         self._build(data)
         self.check_holds(() if self._step is None else self._step.changed_variables())
         alike: list[Any] = []
-        for model, optimizer, _ in self._trained.values():
+        for model, optimizer in self._parts.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
             alike += [*model.trainable_variables, *(optimizer.variables if optimizer else ())]
         return read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
@@ -95,7 +87,7 @@ class RunVariables:
         """Restores a checkpoint; what is not built yet is built as a step would."""
         strategy, arrays = self.exchange.strategy, stored.arrays
         self._build(data, True if stored.run["owned"] and is_mirrored(strategy) else "auto")
-        for prefix, (_, optimizer, _) in self._trained.items():
+        for prefix, (_, optimizer) in self._parts.items():
             if any(name.startswith(f"{prefix}loss_scale/") for name in arrays):
                 make_loss_scale("dynamic", optimizer, strategy)
         check_fits(self.all(), arrays, stored.path)
@@ -112,10 +104,10 @@ class RunVariables:
 
     def _build(self, data: Any, shard_update: ShardUpdate = "auto") -> None:
         strategy, spec = self.exchange.strategy, None if data is None else data.element_spec
-        for model, optimizer, variables in self._trained.values():
+        for model, optimizer in self._parts.values():
             prepare_model(model, strategy, spec)
             if self._step is None and optimizer is not None and not optimizer.built:
-                choose_update(optimizer, variables, strategy, shard_update)
+                choose_update(optimizer, model.trainable_variables, strategy, shard_update)
         if self._step is not None and spec is not None:
             self._step.settle(lambda: spec)
 
@@ -141,7 +133,7 @@ def _path(variable: Any) -> str:
 def by_name(groups: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
     """Returns the variables of groups by number and path, without what Keras counts per process."""
     return {
-        f"{group}/{i:04d}/{_COUNTED.sub('', _path(variable))}": tf_variable(variable)
+        f"{group}/{i:04d}/{COUNTER.sub('', _path(variable))}": tf_variable(variable)
         for group, variables in groups.items()
         for i, variable in enumerate(variables)
     }
@@ -189,45 +181,35 @@ def read_state(
 ) -> Arrays:
     """Returns the arrays of variables by name; all workers must call it.
 
-    Copies on replicas may differ, except those of variables whose ``id`` is in ``alike``.
+    The first axis is that of replicas if their copies differ or may differ, and of size 1 if not.
+    Variables whose ``id`` is in ``alike`` are not compared.
     """
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    others = {name: v for name, v in variables.items() if id(v) not in alike}
-    differing = _differing(others, exchange)
-    for name, variable in variables.items():
-        if name in differing:
-            copies = exchange.strategy.experimental_local_results(variable)
-            rows = (_to_numpy(copy)[None] for copy in copies)
-            arrays[name + _EACH] = exchange.rows(rows.__next__)
-        else:
-            arrays[name] = _to_numpy(variable)
-    return arrays
-
-
-def _differing(variables: Mapping[str, Any], exchange: WorkerExchange) -> set[str]:
-    """Returns the names of variables that differ, or may differ, between replicas."""
-    if exchange.strategy.num_replicas_in_sync == 1 or not variables:
-        return set()
+    local = exchange.strategy.experimental_local_results
+    copies_of: dict[str, list[Any]] = {}
     digests = []
-    for variable in variables.values():
-        local = exchange.strategy.experimental_local_results(variable)
-        copies = {digest_of(_to_numpy(copy).tobytes()) for copy in local}
+    for name, variable in variables.items():
+        is_compared = exchange.strategy.num_replicas_in_sync > 1 and id(variable) not in alike
+        parts = local(variable) if is_compared else [variable]
+        copies = [np.asarray(part.numpy())[None] for part in parts]
+        kinds = {digest_of(copy.tobytes()) for copy in copies} if is_compared else {0}
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-        digests.append(-1 if on_read or len(copies) > 1 else copies.pop())
+        differs = is_compared and (on_read or len(kinds) > 1)
+        copies_of[name] = copies if differs else copies[:1]
+        digests.append(-1 if differs else kinds.pop())
     by_worker = exchange("the state to save", digests)
     differing = (by_worker < 0).any(0) | (by_worker != by_worker[0]).any(0)
-    return {name for name, differs in zip(variables, differing, strict=True) if differs}
+    return {
+        name: exchange.rows(itertools.cycle(copies).__next__) if differs else copies[0]
+        for (name, copies), differs in zip(copies_of.items(), differing, strict=True)
+    }
 
 
 def write_state(variables: Mapping[str, Any], arrays: Arrays, exchange: WorkerExchange) -> None:
     """Assigns arrays to their variables; those without one keep their values."""
-    replicas = exchange.strategy.num_replicas_in_sync
-    for name, variable in variables.items():
-        copies = arrays[name][None] if name in arrays else arrays.get(name + _EACH)
-        local = exchange.strategy.experimental_local_results(variable)
-        first = exchange.worker * len(local)
-        values = () if copies is None else _for_replicas(variable, copies, replicas)[first:]
-        for copy, value in zip(local, values, strict=False):
+    for name in variables.keys() & arrays.keys():
+        local = exchange.strategy.experimental_local_results(variables[name])
+        values = _for_replicas(variables[name], arrays[name], exchange.workers * len(local))
+        for copy, value in zip(local, values[exchange.worker * len(local) :], strict=False):
             copy.assign(tf.constant(value))
 
 
@@ -248,16 +230,10 @@ def _for_replicas(variable: Any, copies: Any, replicas: int) -> Any:
 
 def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None:
     """Checks that arrays, stored ``where``, belong to variables: names, shapes and dtypes."""
-
-    def kind(dtype: Any, shape: Any) -> str:
-        # NumPy files know bfloat16 and similar types as bytes alone.
-        return f"{np.dtype(np.dtype(dtype).str)} of shape {tuple(shape)}"
-
-    stored = {
-        name.removesuffix(_EACH): kind(array.dtype, array.shape[name.endswith(_EACH) :])
-        for name, array in arrays.items()
-    }
-    here = {name: kind(v.dtype.as_numpy_dtype, v.shape) for name, v in variables.items()}
+    stored = {n: f"{array.dtype} of shape {array.shape[1:]}" for n, array in arrays.items()}
+    # NumPy files know bfloat16 and similar types as bytes alone.
+    dtypes = {n: np.dtype(np.dtype(v.dtype.as_numpy_dtype).str) for n, v in variables.items()}
+    here = {n: f"{dtypes[n]} of shape {tuple(v.shape)}" for n, v in variables.items()}
     # Keras makes its seeds when it first draws: either run may have drawn before.
     names = sorted({*stored, *here} - {_SEEDS})
     differing = [name for name in names if stored.get(name) != here.get(name)]
@@ -268,7 +244,3 @@ def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None
             f"{where}; {len(differing)} variables differ: {'; '.join(told)}. Build the same ones "
             "as when it was saved, or give another directory to start over."
         )
-
-
-def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(variable.numpy())

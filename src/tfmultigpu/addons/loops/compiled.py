@@ -81,8 +81,7 @@ class EpochMetrics:
 
 def metrics_inside(model: Any) -> list[Any]:
     """Returns the metrics that are attributes of a model or of its layers, not those of compile."""
-    inside = {id(metric) for metric in keras.layers.Layer.metrics.fget(model)}
-    return [metric for metric in model.metrics if id(metric) in inside]
+    return list(keras.layers.Layer.metrics.fget(model))
 
 
 def read_compiled(

@@ -96,10 +96,7 @@ def evaluate(
 def _run(hooks: Hooks, steps: int | None, **more: Any) -> dict[str, Any]:
     loop, options = hooks.evaluation, {"steps": steps, "return_dict": True, **more}
     with setting(hooks.model, **around(loop)):
-        logs: dict[str, Any] = run_keras(
-            hooks.model, "evaluate", loop.feed, callbacks=hooks, **options
-        )
-    return logs
+        return dict(run_keras(hooks.model, "evaluate", loop.feed, callbacks=hooks, **options))
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         source: The data of the user.
         batches: The data as shards for the replicas.
         iterator: The iterator that a step reads.
+        description: Values that identify the data in checkpoints.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         self._per_pass, self._asked = per_pass, steps
         self._continues = continues and steps is not None
         self._repeats = repeats
-        self._position, self._description = position, description or {}
+        self._position, self.description = position, dict(description or {})
         known = [most for most in (steps, None if self._continues else per_pass) if most]
         self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
         self._left_in_pass: int | None = 0
@@ -86,10 +87,6 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         return self.batches.element_spec
 
     # What the steps ask for. ---------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        """Returns values that identify the data in checkpoints; an unknown value is None."""
-        return {**self._description, "steps": self.steps}
 
     def begin_epoch(self) -> None:
         """Begins an epoch, and a new pass if one is due."""
@@ -128,7 +125,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         if self.iterator is None or not self._repeats or self._left_in_pass:
             self.iterator = iter(self.batches)
             if self._position is not None:
-                self._position.step = 0
+                self._position.step_in_epoch = 0
         self._left_in_pass = self._per_pass
         self._is_new_pass = True
 

@@ -10,9 +10,9 @@ import keras
 
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
-from tfmultigpu.addons.loops.hooks import FitHooks, resuming, to_list
+from tfmultigpu.addons.loops.hooks import FitHooks, to_list
 from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled, split_off
-from tfmultigpu.addons.loops.methods import around, run_keras
+from tfmultigpu.addons.loops.methods import around, check_names, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
@@ -144,7 +144,7 @@ def fit(
     steps = 0 if step is None else len(step.trained)
     ours = {**options, "shares": shares, "steps_per_call": steps_per_call, "verify": verify,
             "forward": forward, "steps of step": steps}  # fmt: skip
-    _check_same_arguments(strategy, {**kwargs, **ours}, len(resuming(callbacks)))
+    _check_same_arguments(strategy, {**kwargs, **ours})
     split = kwargs.pop("validation_split")
     if split and kwargs["validation_data"] is None:
         data, kwargs["validation_data"] = split_off(data, split)
@@ -190,9 +190,10 @@ def _steps_of_a_call(model: Any, steps: Any) -> int | None:
     return check_count("steps_per_call", steps, other="'auto'")
 
 
-def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any], resuming: int) -> None:
+def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any]) -> None:
     """Checks that workers were given the same arguments, as far as these can be compared."""
-    compared: dict[str, Any] = {"callbacks of tmg.Checkpoints": resuming}
+    resuming = [hasattr(callback, "on_fit_begin") for callback in arguments["callbacks"]]
+    compared: dict[str, Any] = {"callbacks of tmg.Checkpoints": sum(resuming)}
     for name, value in arguments.items():
         parts = value if isinstance(value, (list, tuple)) else [value]
         is_plain = all(isinstance(part, (int, float, str, type(None))) for part in parts)
@@ -203,9 +204,10 @@ def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any], resuming:
 
 def checked_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments, with the defaults of Keras."""
-    bound = inspect.signature(keras.Model.fit).bind(None, **kwargs)
-    bound.apply_defaults()
-    arguments = {name: bound.arguments[name] for name in KerasArguments.__annotations__}
+    known, of_keras = KerasArguments.__annotations__, inspect.signature(keras.Model.fit).parameters
+    explicit = list(inspect.signature(fit).parameters)[:-1]
+    check_names("fit", kwargs, {*known, *explicit})
+    arguments = {name: kwargs.get(name, of_keras[name].default) for name in known}
     for name in ("steps_per_epoch", "validation_steps"):
         check_steps(arguments[name], name)
     if not isinstance(arguments["shuffle"], bool):

@@ -112,15 +112,15 @@ class FitHooks(Hooks):
         )  # fmt: skip
         self.epochs, self.first_epoch, self.seed = epochs, first_epoch, draw_seed(strategy)
         # They save the state of the others, and restore it: they come last.
-        last = resuming(self.callbacks)
-        self.callbacks.sort(key=lambda callback: callback in last)
-        starts = [callback.on_fit_begin(self) for callback in last]
+        self._resuming = [each for each in self.callbacks if hasattr(each, "on_fit_begin")]
+        self.callbacks.sort(key=lambda callback: callback in self._resuming)
+        starts = [callback.on_fit_begin(self) for callback in self._resuming]
         as_asked = FitStart(self.seed, first_epoch, first_epoch, 0, 0)
         self.start: FitStart = next((s for s in starts if s is not None), as_asked)
         check_alike(strategy, "fit", {"the start of a resumed fit": self.start})
         self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
         begin = Position(self.start.epoch - self.first_epoch, self.start.step)
-        self.position: Position | None = begin if last else None
+        self.position: Position | None = begin if self._resuming else None
 
     def train(self, loop: Any, trained: Any) -> None:
         """Takes the loop and what it trains: each model with its optimizer and variables."""
@@ -151,8 +151,8 @@ class FitHooks(Hooks):
     @property
     def data(self) -> dict[str, Any]:
         """The known facts of the data, in JSON types."""
-        described = self._training.feed.describe()
-        return {name: value for name, value in described.items() if value is not None}
+        feed = self._training.feed
+        return {**feed.description, **({} if feed.steps is None else {"steps": feed.steps})}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins an epoch, or the rest of one."""
@@ -184,10 +184,9 @@ class FitHooks(Hooks):
         check_same_training(self._exchange, self.model, self._trained, self._compares_weights)
 
     def exit(self) -> None:
-        """Calls ``on_fit_exit`` of callbacks that have it: the end of a training, or an error."""
-        for callback in self.callbacks:
-            if hasattr(callback, "on_fit_exit"):
-                callback.on_fit_exit()
+        """Tells callbacks that save and resume a training that it ends, also by an error."""
+        for callback in self._resuming:
+            callback.on_fit_exit()
 
 
 def to_list(callbacks: Any) -> list[Any]:
@@ -195,11 +194,6 @@ def to_list(callbacks: Any) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
     return list(getattr(callbacks, "callbacks", callbacks) or ())
-
-
-def resuming(callbacks: Iterable[Any]) -> list[Any]:
-    """Returns the callbacks that save and resume a training; see ``types.RunningFit``."""
-    return [callback for callback in callbacks if hasattr(callback, "on_fit_begin")]
 
 
 def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:

@@ -136,7 +136,7 @@ def feed_of(
     description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": shuffle}
     first_batch = first_pass * per_pass
     if position is not None:
-        first_batch += position.epoch * per_pass + position.step
+        first_batch += position.epoch * per_pass + position.step_in_epoch
         description["digest"] = int(digest(arrays))
     batches = shard_arrays(
         arrays, size, strategy, functools.partial(get_or_make, model, purpose), shuffle=shuffle,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
+
+_log = logging.getLogger("tfmultigpu")
 
 
 class Loop:
@@ -96,6 +99,13 @@ class Loop:
                 ran, (before, _) = int(new[0]), self.sums.get(name, (0.0, ()))
                 terms = [dataclasses.asdict(term) for term in tally.layout.terms]
                 self.sums[name] = np.add(new, before).tolist(), terms
+        replicas = self.hooks.strategy.num_replicas_in_sync
+        if ran and self.mode == "train" and not self.seen and new[1] < ran * replicas:
+            _log.warning(
+                f"A batch of {new[1] / ran:g} example(s) is smaller than {replicas} replicas: each "
+                "computes all of it, so more devices make nothing faster. Write "
+                f"batch_size={32 * replicas}, or dataset.batch({32 * replicas})."
+            )
         return ran
 
     def read(self) -> dict[str, Any]:
@@ -130,8 +140,7 @@ class Loop:
     @functools.cached_property
     def _every(self) -> list[int]:
         """The numbers of batches after which callbacks want to be called."""
-        every: list[int] = self.hooks.every_batches(self.mode)
-        return every
+        return list(self.hooks.every_batches(self.mode))
 
 
 class EvaluationLoop(Loop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
 import weakref
@@ -84,6 +85,16 @@ def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return inspect.unwrap(method.__func__)(model, *args, **kwargs)
 
 
+def check_names(function: str, arguments: Any, known: Any, otherwise: str = "") -> None:
+    """Checks that a function knows arguments by their names; an error names similar ones."""
+    for name in arguments.keys() - known:
+        similar = difflib.get_close_matches(name, known) or sorted(known)
+        raise TypeError(
+            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. Write "
+            f"{' or '.join(similar)}.{otherwise}"
+        )
+
+
 def as_method(
     model: Any, name: str, function: Callable[..., Any], **more: Any
 ) -> Callable[..., Any]:
@@ -94,12 +105,8 @@ def as_method(
     signature = signature.replace(parameters=own)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        if unknown := kwargs.keys() - signature.parameters.keys():
-            raise TypeError(
-                f"model.{name} runs tmg.{name} here, which takes the public arguments of Keras. "
-                f"Received: {sorted(unknown)}. Give arguments of tmg.fit to "
-                "tmg.prepare(model, micro_batches=2)."
-            )
+        of_fit = " Give arguments of tmg.fit to tmg.prepare(model, micro_batches=2)."
+        check_names(f"model.{name}", kwargs, signature.parameters.keys(), of_fit)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         callbacks = bound.arguments.pop("callbacks") or ()

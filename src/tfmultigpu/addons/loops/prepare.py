@@ -10,7 +10,7 @@ import keras
 
 from tfmultigpu.addons.loops.evaluate import evaluate
 from tfmultigpu.addons.loops.fit import fit
-from tfmultigpu.addons.loops.methods import as_method, refuse_own_methods
+from tfmultigpu.addons.loops.methods import as_method, check_names, refuse_own_methods
 from tfmultigpu.addons.loops.predict import predict
 from tfmultigpu.strategies.scopes import check_backend
 
@@ -51,11 +51,8 @@ def prepare(model: Any, **options: Any) -> ExitStack:
             f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "
             "tmg.prepare(model)."
         )
-    if unknown := options.keys() - inspect.signature(fit).parameters.keys():
-        raise TypeError(
-            f"prepare takes arguments of tmg.fit that Keras does not have. Received: "
-            f"{sorted(unknown)}. Those of Keras are for model.fit(...)."
-        )
+    known = inspect.signature(fit).parameters.keys()
+    check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
     verify = {"verify": options["verify"]} if "verify" in options else {}
     methods = {

@@ -31,7 +31,8 @@ from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.strategies.topology import describe
 
-_OPTIONS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto"}
+_DEFAULTS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto",
+             "forward": None, "verify": "first"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Program:
     ) -> Program:  # fmt: skip
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
-        beside = [*([] if forward is None else ["forward"]), *_changed(options)]
-        beside += [] if verify == "first" else ["verify"]
+        options_of_step = {"forward": forward, **options, "verify": verify}
+        beside = [name for name, value in options_of_step.items() if value != _DEFAULTS[name]]
         if step is not None and beside:
             raise ValueError(
                 f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
@@ -180,10 +181,6 @@ class Program:
         variables = [(id(variable), variable.trainable) for variable in model.variables]
         step, metrics = self._of_compiled("evaluate", (variables, self.verify), spec, make)
         return EvaluationLoop(model, feed, step, metrics, pace)
-
-
-def _changed(options: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in options.items() if value != _OPTIONS[name]]
 
 
 def _check_trains(step: Any, model: Any) -> None:
