@@ -30,8 +30,8 @@ def driver(gpus: int, version: str = "570.86.10", **facts: Any) -> Driver:
     return Driver(("NVIDIA H200",) * gpus, version, facts.pop("cuda", (12, 8)), **facts)
 
 
-def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Device:
-    return Device(f"GPU:{index}", "GPU", index, "NVIDIA H200", capability, 80 * GIB, 79 * GIB)
+def gpu(index: int, capability: tuple[int, int] = (9, 0), free: int = 79) -> Device:
+    return Device(f"GPU:{index}", "GPU", index, "NVIDIA H200", capability, 80 * GIB, free * GIB)
 
 
 def sees(count: int, used: int | None = None, **facts: Any) -> dict[str, Any]:
@@ -110,6 +110,10 @@ CASES: dict[str, tuple[Machine, str, str, str, str]] = {
         Machine(driver=driver(3), **sees(3, used=1)),
         *("error", "gpus-hidden-by-program", "1 of 3 GPUs are used: the program hides GPU:1, GPU"),
         "Remove tf.config.set_visible_devices",
+    ),
+    "used by another program": (
+        Machine(driver=driver(1), **sees(1, free=3)),
+        *("warning", "gpu-taken", "Of GPU:0 (NVIDIA H200) 3.0 GiB are free", "nvidia-smi"),
     ),
     "left out by TensorFlow": (
         Machine(driver=driver(3), **sees(2)),

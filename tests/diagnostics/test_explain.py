@@ -64,22 +64,22 @@ CASES = {
     ),
     "a strategy of one": (
         lambda: explain(built(1)[0], strategy=tf.distribute.OneDeviceStrategy("CPU:0")),
-        *("model-scope", "outside the scope of the strategy, OneDeviceStrategy with 1 replica(s)"),
+        *("model-scope", "on one device, and OneDeviceStrategy with 1 replica(s)."),
         "with strategy.scope(): model = ...",
     ),
     "a model outside": (
         lambda: explain(built(1)[0], strategy=strategy_of(2)),
-        *("model-scope", "2 of 2 variables, such as 'sequential"),
+        *("model-scope", "Received: variable 'sequential"),
         "with strategy.scope(): model = ...",
     ),
     "a model outside every scope": (
         outside_a_strategy_that_exists,
-        *("model-scope", "outside the scope of the strategy, MirroredStrategy with 2 replica(s)"),
+        *("model-scope", "on one device, and MirroredStrategy with 2 replica(s)."),
         "with strategy.scope(): model = ...",
     ),
     "a model of another strategy": (
         lambda: explain(built(3)[0], strategy=strategy_of(2)),
-        *("model-scope", "of MirroredStrategy with 3 replica(s)"),
+        *("model-scope", "on MirroredStrategy with 3 replica(s)"),
         "with strategy.scope(): model = ...",
     ),
     "a model without variables": (
@@ -93,7 +93,7 @@ CASES = {
     ),
     "an optimizer outside": (
         lambda: explain(built(2)[0], built(1)[1], strategy=strategy_of(2)),
-        *("optimizer-scope", "2 of 2 variables, such as 'sgd"),
+        *("optimizer-scope", "Received: variable 'sgd"),
         "with strategy.scope(): optimizer = ...",
     ),
     "an optimizer of another model": (

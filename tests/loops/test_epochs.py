@@ -159,25 +159,20 @@ def test_metrics_that_make_variables_late_begin_anew_in_each_epoch() -> None:
 # Callbacks ----------------------------------------------------------------------------------------
 
 
-# As if a call took no time: else one takes fewer batches on a busy machine.
-NO_TIME = SimpleNamespace(perf_counter=lambda: 0.0)
-
-
 @pytest.fixture(scope="module")
 def warm() -> Any:
     """A model of which a call would take many batches."""
     model, _ = pair(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_lengths, "time", NO_TIME)
+        # As if a call took no time: else one takes fewer batches on a busy machine. The length of
+        # later calls is that of these.
+        patch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: 0.0))
         tmg.fit(model, (X, SIZE), **{**FIT, "epochs": 9})
     return model
 
 
 # steps_per_execution: tests/promises/test_fit.py.
-def test_callbacks_get_each_batch_or_what_they_ask_for(
-    warm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(call_lengths, "time", NO_TIME)
+def test_callbacks_get_each_batch_or_what_they_ask_for(warm: Any) -> None:
     each, third, rarely = Notes(), Notes(every_batches=3), Notes(every_batches=None)
     tmg.fit(warm, (X, SIZE), callbacks=[each, rarely], **FIT)
     assert each.calls == [(what, n) for n in range(5) for what in ("begin", "end")] * 2

@@ -18,10 +18,10 @@ from tfmultigpu.data.cut import check_batched
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.scopes import check_kinds
+from tfmultigpu.strategies.scopes import check_kinds, check_scope
 from tfmultigpu.strategies.topology import (
     describe,
     is_default,
@@ -111,24 +111,18 @@ def _devices_of_copies(model: Any, strategy: tf.distribute.Strategy) -> tuple[st
     return tuple(parse_device_name(copy.device) for copy in copies if copy.device)
 
 
-def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> str:
-    """Returns how many variables were created outside the scope, and one; empty for none."""
-    is_created = strategy.extended.variable_created_in_scope
-    outside = [v for v in variables if not is_created(tf_variable(v))]
-    if not outside:
-        return ""
-    owner = getattr(tf_variable(outside[0]), "distribute_strategy", None)
-    name = str(getattr(outside[0], "path", outside[0].name))
-    return (
-        f"was created outside the scope of the strategy, {describe(strategy)}: {len(outside)} of "
-        f"{len(variables)} variables, such as {name!r} of "
-        f"{'no strategy' if owner is None else describe(owner)}."
-    )
+def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> str:
+    """Returns what is said of the first variable outside the scope; empty without one."""
+    try:
+        check_scope(variables, strategy, what)
+    except ScopeError as error:
+        return str(error).splitlines()[0].rpartition(". ")[0] + "."
+    return ""
 
 
 def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator[Finding]:
     here = list_logical_devices("GPU") or list_logical_devices("CPU")
-    outside = _outside(model.variables, strategy)
+    outside = _outside(model.variables, strategy, "model")
     create = f"strategy = tmg.create_strategy(devices={list(here)!r})"
     severity, code, devices = "error", "model-scope", listed(tuple(dict.fromkeys(copies)))
     if strategy.num_replicas_in_sync == 1 and len(here) > 1 and not outside:
@@ -140,7 +134,7 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
         what = "The model has no variables yet, and the first call will create them."
         change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"
     elif outside:
-        what = f"The model {outside}"
+        what = outside
         change = f"{_SCOPE} model = ... (loading a saved model counts as creating it)"
     elif len(set(copies)) < len(copies):
         what = f"The {len(copies)} copies of a weight are all on {devices}."
@@ -159,10 +153,9 @@ def _check_optimizer(model: Any, optimizer: Any, strategy: Any) -> Iterator[Find
         return
     update = update_of(optimizer)
     once = frozenset() if update is None else update.state  # Of owners, on one device each.
-    outside = _outside([v for v in optimizer.variables if id(v) not in once], strategy)
+    own = [v for v in optimizer.variables if id(v) not in once]
     known = {id(v) for v in _compat.optimizer_trains(optimizer) or ()}
-    if outside:
-        what = f"The optimizer {outside}"
+    if what := _outside(own, strategy, "optimizer"):
         why = "Each replica then updates its own copy of the weights, and they drift apart."
     elif known and not known & {id(v) for v in model.trainable_variables}:
         what = "The optimizer was built for another model: it knows no variable of this one."

@@ -99,9 +99,8 @@ def run_tests(seconds: str, *devices: str) -> None:
         tests[f"sum over {', '.join(devices)} by {way}"] = partial(_test_sum, devices, way)
     for name, test in tests.items():
         print(_MARK + json.dumps([name, ""]), flush=True)
-        faulthandler.dump_traceback_later(
-            float(seconds), exit=True
-        )  # Whatever holds Python's lock.
+        # Whatever holds Python's lock.
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
         begin = time.perf_counter()
         fault = test() or f"{1e3 * (time.perf_counter() - begin):.0f} ms"
         print(_MARK + json.dumps([name, fault]), flush=True)

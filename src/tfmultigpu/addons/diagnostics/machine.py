@@ -123,8 +123,7 @@ def _keras() -> dict[str, Any]:
     except (ImportError, ValueError):  # It fails without its backend.
         return {"backend": os.environ.get("KERAS_BACKEND", "of keras.json")}
     active = keras.distribution.distribution()
-    distribution = None if active is None else type(active).__name__
-    return {"backend": str(keras.config.backend()), "distribution": distribution}
+    return {"backend": keras.config.backend(), "distribution": active and type(active).__name__}
 
 
 def _versions() -> dict[str, str]:

@@ -104,9 +104,7 @@ def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
     elif none or shown < total:
         if shown <= 1:
             severity = "error" if total or machine.driver.cards else "note"
-        what = f"{variable} shows TensorFlow " + (
-            f"{shown} of {total} GPU(s)." if total else "none."
-        )
+        what = f"{variable} shows TensorFlow {f'{shown} of {total} GPU(s)' if total else 'none'}."
         why = "What it leaves out is idle, without a message. CUDA stops at the first entry that "
         why += "names no GPU, and shows none if one is named twice."
         change = "unset CUDA_VISIBLE_DEVICES, before Python starts"
@@ -156,9 +154,20 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
         yield Finding(severity, "cluster", redact(what, environ), why, change)
 
 
+def _gpu_taken(machine: Machine) -> Iterator[Finding]:
+    for gpu in () if machine.started else machine.used_gpus:
+        free, total = gpu.memory_free, gpu.memory_total or 0
+        if free is not None and free < total / 2:
+            what = f"Of {gpu.name} ({gpu.description}) {free / 1024**3:.1f} GiB are free: another "
+            what += "program has more than half of its memory."
+            why = "The fullest GPU limits the batch of all replicas."
+            change = "End that program: nvidia-smi names it; or tmg.create_strategy(devices=[...])"
+            yield Finding("warning", "gpu-taken", what, why, change)
+
+
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     *(_keras_backend, _no_driver, _no_libraries, _no_kernels),
-    *(_gpus_hidden, _gpus_hidden_by_program, _cluster),
+    *(_gpus_hidden, _gpus_hidden_by_program, _cluster, _gpu_taken),
 )
 
 
