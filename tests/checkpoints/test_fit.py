@@ -314,6 +314,19 @@ def test_what_callbacks_do_when_they_begin_is_not_done_twice(small: Small, tmp_p
     small.check(tmp_path / "end", make, 20, saves=None)
 
 
+def test_a_metric_of_the_forward_is_in_the_logs_after_a_restart(tmp_path: Path) -> None:
+    small = Small()
+    small.model.compile(small.model.optimizer)
+    small.model.mean = keras.metrics.Mean(name="mean")
+
+    def forward(model: Any, batch: Any, training: bool) -> tmg.LossSum:
+        values = tf.square(model(batch[0], training=training) - batch[1])
+        model.mean.update_state(values)
+        return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
+
+    small.check(tmp_path, list, 9, 18, forward=forward)
+
+
 def test_epochs_are_those_of_fit(small: Small, tmp_path: Path) -> None:
     small.check(tmp_path / "middle", list, 9, 6, initial_epoch=2)
     small.check(tmp_path / "end", list, 14, saves=None, initial_epoch=2)

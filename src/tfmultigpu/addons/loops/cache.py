@@ -44,7 +44,6 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
             f"{own.num_replicas_in_sync} replica(s). Call {function} outside the scope, or "
             "create the model inside it."
         )
-    if not is_default(own) or len(devices_of(model)) > 1:  # Layers placed by hand.
-        return own
-    refuse_one_device(function)
+    if is_default(own) and len(devices_of(model)) <= 1:  # Else layers are placed by hand.
+        refuse_one_device(function)
     return own

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -30,23 +31,6 @@ class EpochMetrics:
     container: Any = None
     steps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
-    def own(self) -> dict[str, Any]:
-        """The metrics by their names in the logs; read after a step, whose trace tells which."""
-        named = {} if self.steps else {metric.name: metric for metric in self.inside}
-        for step_name, step in self.steps.items():
-            assigned = {id(variable) for variable in step.trace.state}
-            updated = [m for m in self.inside if any(id(v) in assigned for v in m.variables)]
-            for metric in (*step.metrics, *updated):
-                # In a chain behind the name of the step, as its losses.
-                name = f"{step_name}_{metric.name}" if step_name else metric.name
-                if named.setdefault(name, metric) is not metric:
-                    raise ValueError(
-                        "Two metrics have one name, so the logs would hold one of them. Received: "
-                        f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
-                    )
-        return named
-
     def variables(self) -> list[Any]:
         """Returns the variables of all metrics."""
         return [variable for owner in self._owners for variable in owner.variables]
@@ -63,8 +47,18 @@ class EpochMetrics:
             owner.reset_state()
 
     def results(self) -> dict[str, Any]:
-        """Returns the result of each metric by its name."""
-        own = {name: metric.result() for name, metric in self.own.items()}
+        """Returns the result of each metric by its name; traces tell which a step updates."""
+        named = {} if self.steps else {metric.name: metric for metric in self.inside}
+        for step_name, step in self.steps.items():
+            for metric in (*step.metrics, *(m for m in self.inside if _is_updated(m, step.trace))):
+                # In a chain behind the name of the step, as its losses.
+                name = f"{step_name}_{metric.name}" if step_name else metric.name
+                if named.setdefault(name, metric) is not metric:
+                    raise ValueError(
+                        "Two metrics have one name, so the logs would hold one of them. Received: "
+                        f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
+                    )
+        own = {name: metric.result() for name, metric in named.items()}
         compiled = {} if self.container is None else self._results()
         return {**compiled, **own, **compiled}  # In Keras' order.
 
@@ -77,6 +71,12 @@ class EpochMetrics:
         # TensorFlow would take the functions of several models for one that it traces anew.
         concrete: Callable[[], Any] = traced.get_concrete_function()
         return concrete
+
+
+def _is_updated(metric: Any, trace: Any) -> bool:
+    if trace.layout is None:  # A run that resumes, before its first step: its state is restored.
+        return any(np.any(variable.numpy()) for variable in metric.variables)
+    return any(state is variable for state in trace.state for variable in metric.variables)
 
 
 def metrics_inside(model: Any) -> list[Any]:
