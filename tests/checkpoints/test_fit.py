@@ -418,8 +418,8 @@ class Remembers(callbacks.Callback):
         self.best = min(self.best, logs["loss"])
         self.table[1000] += self.best
         self.short += 1
-        short = self.short.tolist()
-        self.seen.append((self.table[1000], short, counts[1], total.tolist(), flag, self.best))
+        now = self.table[1000], self.short.tolist(), epoch, counts[1], total.tolist(), flag
+        self.seen.append((*now, self.best))
 
 
 def test_plain_values_come_back_as_they_were(small: Small, tmp_path: Path) -> None:

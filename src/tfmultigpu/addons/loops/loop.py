@@ -96,8 +96,8 @@ class Loop:
         for name, tally in self.step.totals(iterator, steps).items():
             new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if new.size:
-                ran, (before, _) = int(new[0]), self.sums.get(name, (0.0, ()))
-                terms = [dataclasses.asdict(term) for term in tally.layout.terms]
+                ran, fields = int(new[0]), map(dataclasses.asdict, tally.layout.terms)
+                before, terms = self.sums.get(name) or (0.0, list(fields))
                 self.sums[name] = np.add(new, before).tolist(), terms
         replicas = self.hooks.strategy.num_replicas_in_sync
         if ran and self.mode == "train" and not self.seen and new[1] < ran * replicas:

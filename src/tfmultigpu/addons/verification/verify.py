@@ -41,8 +41,8 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Takes ``"first"``, True for every step, or ``"gradients"`` to compare elements."""
         self._always = verify is True
-        norm = lambda value: tf.norm(tf.cast(value, tf.float64))  # noqa: E731
-        self._measure = tf.identity if verify == "gradients" else norm
+        elements = verify == "gradients"
+        self._measure = tf.identity if elements else lambda v: tf.norm(tf.cast(v, tf.float64))
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
