@@ -15,7 +15,7 @@ VIRTUAL_CPUS = 8
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin("dsession"):
+    if config.getoption("numprocesses", None):
         return  # The process that only hands out the files needs no TensorFlow.
     import tensorflow as tf
     from hypothesis import settings
@@ -28,13 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(VIRTUAL_CPUS)]
     )
+    # Whoever drops an iterator waits for the thread that tunes it, now and then for a minute.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    tf.data.Dataset._apply_debug_options = lambda dataset: dataset.with_options(untuned)
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays, and looking through it for garbage takes a tenth of the time.
-
-    Tests that hold that something is let go call ``gc.collect``, which finds what they made.
-    """
+    """Leaves what has been imported out of the search for garbage, which takes a tenth then."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 5, 5)
@@ -61,10 +62,7 @@ def leaves_no_scope_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def forgets_strategies_of_other_files(request: pytest.FixtureRequest) -> None:
-    """Has a file begin as a process does: with no strategy of several replicas.
-
-    Except in tests/promises, which know no module of the library.
-    """
+    """Has a file begin as a process does, with no strategy; promises know no module of ours."""
     if request.path.parent.name == "promises":
         return
     from tfmultigpu.strategies.process_state import process_state

@@ -57,7 +57,9 @@ def lists(dataset: tf.data.Dataset) -> list[Any]:
     ],
 )
 def test_arrays_are_batched_in_order(arrays: Any, expected: list[Any]) -> None:
-    assert lists(to_dataset(arrays, batch_size=2)) == expected
+    dataset = to_dataset(arrays, batch_size=2)
+    assert lists(dataset) == expected
+    assert dataset.options().autotune.enabled is False
 
 
 class Loader:

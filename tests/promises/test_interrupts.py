@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law.model import Batch, Training, regression, small
-from law.pair import assert_replicas_agree, strategy_of
+from law.pair import assert_replicas_agree, dataset_of, strategy_of
 from law.plain import PlainLoop, assert_values, specs_of
 from law.processes import pool
 
@@ -90,9 +90,7 @@ class Interrupts(keras.callbacks.Callback):
 
 
 def dataset() -> tf.data.Dataset:
-    data = tf.data.Dataset.from_generator(
-        lambda: iter(BATCHES), output_signature=specs_of(BATCHES[0])
-    )
+    data = dataset_of(lambda: BATCHES, BATCHES[0])
     return data.apply(tf.data.experimental.assert_cardinality(len(BATCHES)))
 
 

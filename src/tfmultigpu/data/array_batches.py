@@ -13,6 +13,7 @@ from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
+from tfmultigpu.data.sources import untuned
 
 
 def shard_arrays(
@@ -54,7 +55,7 @@ def _passes(
 ) -> tf.data.Dataset[Any]:  # fmt: skip
     rows = tf.cast(count_rows(arrays), tf.int64)
     per_pass = -(-rows // batch_size)
-    numbers = tf.data.Dataset.counter(first_batch)
+    numbers = untuned(tf.data.Dataset.counter(first_batch))
 
     # One function makes the batch and finishes it: TensorFlow takes milliseconds to prepare each
     # for a new iterator.

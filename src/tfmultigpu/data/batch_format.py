@@ -66,11 +66,6 @@ def tensors_of(batch: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
-def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor of a nested structure."""
-    return _present(batch)[0]
-
-
 def _present(batch: Any) -> list[Any]:
     tensors = tensors_of(batch)
     if not tensors:
@@ -103,7 +98,7 @@ def digest(batch: Any, previous: Any = 0) -> Any:
 
 def count_rows(batch: Any) -> Any:
     """Returns the number of rows of a batch, an int64 scalar."""
-    return _rows_of(first_tensor(batch))
+    return _rows_of(_present(batch)[0])
 
 
 def _rows_of(tensor: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import checked_rows, structure_of
+from tfmultigpu.data.batch_format import checked_rows, count_rows, structure_of
 from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
@@ -78,7 +78,7 @@ class Cut:
         def cut(*element: Any) -> Any:
             # tf.data unpacks only tuples into arguments.
             batch = checked_rows(element if type(self.element_spec) is tuple else element[0])
-            offsets = partition.batch_offsets(batch, self.shares)
+            offsets = partition.shard_offsets(count_rows(batch), self.shares)
             return self.flatten(partition.cut_rows(batch, self.shares, self.local), offsets)
 
         kept = vars(self.strategy).setdefault("cuts_of_tfmultigpu", {})
@@ -102,7 +102,7 @@ class Cut:
         """Returns the local shards, one structure each, and the offsets of all shards."""
         if not self.is_needed:
             element = checked_rows(element)
-            return [element], partition.batch_offsets(element, (1,))
+            return [element], partition.shard_offsets(count_rows(element), (1,))
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results

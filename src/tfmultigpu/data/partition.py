@@ -48,11 +48,6 @@ def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
     return tf.where(rows < parts, copies, row_offsets(tf.maximum(rows, parts), shares))
 
 
-def batch_offsets(batch: Any, shares: Sequence[int]) -> Any:
-    """Returns the offsets of the replicas' shards of a batch, by ``shard_offsets``."""
-    return shard_offsets(count_rows(batch), shares)
-
-
 def are_copies(offsets: Any) -> Any:
     """Returns whether each of the shards with these offsets is the whole batch, a bool scalar.
 
@@ -77,7 +72,7 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
         return [batch for _ in parts]
-    offsets = batch_offsets(batch, shares)
+    offsets = shard_offsets(count_rows(batch), shares)
     return [slice_rows(batch, *shard_bounds(offsets, part)) for part in parts]
 
 
@@ -152,7 +147,7 @@ def _with_known_columns(part: Any, tensor: Any) -> Any:
 
 
 def mark_offsets(batch: Any, offsets: Any) -> Any:
-    """Marks the shards of a batch with the result of ``batch_offsets``.
+    """Marks the shards of a batch with the result of ``shard_offsets``.
 
     The mark is an attribute of each tensor, so every part of an unpacked batch keeps it. A
     ``tf.function`` rebuilds its arguments and so drops it.

@@ -34,7 +34,7 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
                 "tmg.distribute_dataset((x, y), strategy, batch_size=64)."
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
-        return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
+        return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size))
     if batch_size is not None:
         raise DataError(
             f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself. "
@@ -44,7 +44,14 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     if isinstance(data, tf.data.Dataset):
         return data
     made = _Passes(passes)
-    return tf.data.Dataset.from_generator(made, output_signature=made.spec)
+    return untuned(tf.data.Dataset.from_generator(made, output_signature=made.spec))
+
+
+def untuned(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+    """Turns tuning off: who drops an iterator waits for the tuner's thread, up to a minute."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def to_examples(source: Any) -> tf.data.Dataset[Any]:

@@ -10,13 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import (
-    any_rows,
-    check_rows_agree,
-    count_rows,
-    first_tensor,
-    with_dependencies,
-)
+from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, with_dependencies
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
@@ -64,7 +58,7 @@ class BatchFunction:
         check_called_from(self.strategy)
         leaves = tf.nest.flatten(batch)
         if all(leaf is None for leaf in leaves):
-            first_tensor(batch)  # Raises.
+            count_rows(batch)  # Raises.
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return [_tensors(leaves)], None
         leaves, offsets, checks = with_whole_shards(leaves)
@@ -104,7 +98,7 @@ class BatchFunction:
         # Where batches come from: a GPU would be given the shards of all, to cut them.
         with tf.device("CPU:0"):
             with tf.control_dependencies(check_rows_agree(batch)):
-                offsets = tf.identity(partition.batch_offsets(batch, shares))
+                offsets = tf.identity(partition.shard_offsets(count_rows(batch), shares))
             with tf.control_dependencies([offsets]):
                 return partition.cut_rows(batch, shares, self._local), offsets
 

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import NOT_ROWS
+from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
@@ -115,7 +115,7 @@ def _rows_here() -> Rows | None:
         return here
     offsets, whole = offsets_of_run(context.strategy)
     if offsets is None and whole is not None:
-        offsets = partition.batch_offsets(whole, (1,))
+        offsets = partition.shard_offsets(count_rows(whole), (1,))
     if offsets is None:
         return None
     number = context.replica_id_in_sync_group
