@@ -86,9 +86,9 @@ def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int)
 def test_a_sparse_part_still_knows_its_columns() -> None:
     @tf.function(input_signature=[tf.SparseTensorSpec([None, 5, None, 3], tf.float32)])
     def shapes(batch: tf.SparseTensor) -> tf.Tensor:
-        for part in partition.cut_rows(batch, (1, 1)):
+        for part in partition.cut_rows(batch, (1, 1), (0, 1)):
             assert part.shape.as_list() == [None, 5, None, 3]
-        return tf.stack([part.dense_shape for part in partition.cut_rows(batch, (1, 1))])
+        return tf.stack([part.dense_shape for part in partition.cut_rows(batch, (1, 1), (0, 1))])
 
     batch = tf.sparse.from_dense(np.ones((5, 5, 2, 3), "float32"))
     assert shapes(batch).numpy().tolist() == [[2, 5, 2, 3], [3, 5, 2, 3]]
@@ -100,7 +100,7 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
     )
     def cut(dense: tf.Tensor, sparse: tf.SparseTensor) -> list:
         assert check_rows_agree((dense, sparse))
-        first, second = partition.cut_rows((dense, sparse), (1, 1))
+        first, second = partition.cut_rows((dense, sparse), (1, 1), (0, 1))
         return first[0], second[0], tf.sparse.to_dense(second[1])
 
     first, second, sparse = cut(tf.range(5), tf.sparse.from_dense(tf.eye(5, dtype=tf.int32)))

@@ -76,7 +76,7 @@ def test_rows_and_seeds_are_those_of_one_device(replicas: int, source: str) -> N
     strategy = strategy_of(replicas)
     examples, function = SOURCES[source]()
     data = tmg.distribute_dataset(examples, strategy, preprocess=function, **OPTIONS)
-    assert data.element_spec["x"].shape == [None, 2]
+    assert data.cut.element_spec["x"].shape == [None, 2]
     found = [whole(batch, strategy) for _ in range(2) for batch in data]
     for one, expected in zip(found, by_hand(), strict=True):
         np.testing.assert_allclose(one, expected, rtol=1e-6)

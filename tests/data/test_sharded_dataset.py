@@ -40,12 +40,9 @@ def test_batches_of_one_size_have_shards_of_known_size() -> None:
     data = tmg.distribute_dataset(dataset, strategy_of(2), shares=(3, 1))
     shapes: list[Any] = []
 
-    @tf.function
-    def first(iterator: Any) -> None:
-        batch = next(iterator)
-        data.strategy.run(lambda b: shapes.append(b.shape.as_list()), args=(batch,))
-
-    first(iter(data))
+    tf.function(
+        lambda i: data.strategy.run(lambda b: shapes.append(b.shape.as_list()), args=(next(i),))
+    )(iter(data))
     assert shapes == [[3], [1]]
 
 
@@ -116,6 +113,11 @@ def test_passes_in_functions(replicas: int, prefetch: bool) -> None:
     outside = iter(data)
     inside = tf.function(lambda: summed(next(outside)[0]))
     assert [int(inside()), int(summed(next(outside)[0])), int(inside())] == [6, 22, 17]
+    specified = tf.function(lambda batch: summed(batch[0]), input_signature=[data.element_spec])
+    again = iter(data)
+    assert [int(specified(again.get_next())) for _ in range(3)] == [6, 22, 17]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        again.get_next()
 
 
 # batches of fewer rows than replicas: a partition for loops of users, copies for our steps --------
@@ -169,8 +171,7 @@ def test_a_loop_of_a_user_sees_each_row_once(replicas: int, way: str) -> None:
     else:
         compiled = tf.function(lambda iterator: times_seen(next(iterator)))
         step = compiled if way == "next" else lambda iterator: times_seen(next(iterator))
-        iterator = iter(data)
-        seen = sum(step(iterator) for _ in SIZES)
+        seen = sum(map(step, [iter(data)] * len(SIZES)))
     np.testing.assert_array_equal(seen[:4], 1)
     # Places are counted from the first row of each batch.
     in_batch = [sum(size > place for size in SIZES) for place in range(sum(SIZES))]

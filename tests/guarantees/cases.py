@@ -150,7 +150,7 @@ def loss_of_an_output(evaluate: Callable[..., Any], strategy: Any) -> Difference
     """The reported loss of the first of two outputs; the last batch has 3 rows."""
     with strategy.scope():
         x = keras.Input((6,))
-        model = keras.Model(x, [keras.layers.Dense(1, name=name)(x) for name in "ab"])
+        model = keras.Model(x, [keras.layers.Dense(1, None, True, "ones", name=n)(x) for n in "ab"])
         model.compile("sgd", ["mse", "mae"])
     features, y = X[:67] / 10, Y[:67, None].astype("float32") / 10
     data = tf.data.Dataset.from_tensor_slices((features, (y, y))).batch(64)

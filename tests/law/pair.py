@@ -46,6 +46,12 @@ def dataset_of(batches: Callable[[], Iterable[Batch]], like: Batch) -> tf.data.D
     return tf.data.Dataset.from_generator(lambda: iter(batches()), output_signature=specs_of(like))
 
 
+def known(batches: Sequence[Any]) -> tf.data.Dataset:
+    """Returns a dataset of these batches whose length Keras knows."""
+    data = dataset_of(lambda: batches, batches[0])
+    return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
 class Pair:
     """One device and N replicas that were built alike, traced once, and can be set back.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law.model import FLOAT, Training, cut, regression, small
-from law.pair import LOGS, assert_logs as assert_same_logs, dataset_of, strategy_of
+from law.pair import LOGS, assert_logs as assert_same_logs, known, strategy_of
 from law.plain import PlainLoop, assert_values
 
 import tfmultigpu as tmg
@@ -35,12 +35,6 @@ X = _random.normal(size=(ROWS, 4))
 SIZE = X @ _random.normal(size=(4, 2))
 KIND = np.argmax(X[:, :3], -1)
 WEIGHTS = _random.choice([0.0, 0.5, 1.0, 3.0], (2, ROWS))
-
-
-def known(batches: Sequence[Any]) -> tf.data.Dataset:
-    """A dataset of these batches whose length Keras knows."""
-    data = dataset_of(lambda: batches, batches[0])
-    return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
 keras_fit = functools.partial(keras.Model.fit, shuffle=False)  # Else it warns of a dataset.

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law.model import Batch, Training, regression, small
-from law.pair import assert_replicas_agree, dataset_of, strategy_of
+from law.pair import assert_replicas_agree, known, strategy_of
 from law.plain import PlainLoop, assert_values, specs_of
 from law.processes import pool
 
@@ -89,11 +89,6 @@ class Interrupts(keras.callbacks.Callback):
             os.kill(os.getpid(), self._number)
 
 
-def dataset() -> tf.data.Dataset:
-    data = dataset_of(lambda: BATCHES, BATCHES[0])
-    return data.apply(tf.data.experimental.assert_cardinality(len(BATCHES)))
-
-
 def replicated() -> Training:
     with strategy_of(3).scope():
         return build()
@@ -104,12 +99,16 @@ def test_ctrl_c_ends_fit_after_a_whole_step() -> None:
     ours = replicated()
     with pytest.raises(KeyboardInterrupt):
         tmg.fit(
-            ours.model, dataset(), epochs=5, callbacks=[Interrupts(signal.SIGINT, 6)], verbose=0
+            ours.model,
+            known(BATCHES),
+            epochs=5,
+            callbacks=[Interrupts(signal.SIGINT, 6)],
+            verbose=0,
         )
     assert assert_whole_steps(ours) == 6
     # Two batches of the second epoch are left out: the next fit begins a pass, as Keras' does.
-    tmg.fit(ours.model, dataset().skip(2), verbose=0)
-    tmg.fit(ours.model, dataset(), verbose=0)
+    tmg.fit(ours.model, known(BATCHES).skip(2), verbose=0)
+    tmg.fit(ours.model, known(BATCHES), verbose=0)
     assert assert_whole_steps(ours) == 12
 
 
@@ -122,7 +121,7 @@ def test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one() -> None:
         step.run(iterator, MANY)
     steps = assert_whole_steps(ours)
     assert 0 < steps < MANY
-    again = tmg.distribute_dataset(dataset(), strategy)
+    again = tmg.distribute_dataset(known(BATCHES), strategy)
     for shards in list(again)[steps % len(BATCHES) :]:
         step(shards)
     assert assert_whole_steps(ours) % len(BATCHES) == 0
@@ -133,7 +132,7 @@ def test_ctrl_c_ends_predictions() -> None:
     ours = replicated()
     with pytest.raises(KeyboardInterrupt):
         tmg.predict(ours.model, endless(at=20, parts=1).take(MANY))
-    predicted = tmg.predict(ours.model, dataset())
+    predicted = tmg.predict(ours.model, known(BATCHES))
     expected = build().model(np.concatenate([x for x, _ in BATCHES])).numpy()
     np.testing.assert_allclose(predicted, expected, rtol=1e-7)
 
@@ -145,7 +144,7 @@ def fit_until_sigterm(directory: Path, batch: int) -> None:
     ours = replicated()
     checkpoints = tmg.Checkpoints(directory, model=ours.model, optimizer=ours.optimizer)
     callbacks = [Interrupts(signal.SIGTERM, batch), checkpoints.callback()]
-    tmg.fit(ours.model, dataset(), epochs=100, callbacks=callbacks, verbose=0)
+    tmg.fit(ours.model, known(BATCHES), epochs=100, callbacks=callbacks, verbose=0)
 
 
 # Fails if the steps since the last checkpoint are lost, or if the process ends otherwise.

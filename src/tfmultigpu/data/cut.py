@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,10 +94,7 @@ class Cut:
         """Returns one element per local replica, each with its own shard, in turn."""
         *leaves, offsets = element
         pieces = [tf.data.Dataset.from_tensors((*p, offsets)) for p in self._by_replica(leaves)]
-        dataset = pieces[0]
-        for piece in pieces[1:]:
-            dataset = dataset.concatenate(piece)
-        return dataset
+        return functools.reduce(tf.data.Dataset.concatenate, pieces)
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure each, and the offsets of all shards."""
@@ -117,10 +115,10 @@ class Cut:
         One replica gets plain tensors.
         """
         if not self.is_needed:
-            return partition.mark_whole(checked_rows(element))
+            return partition.mark_offsets(checked_rows(element))
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
-            return partition.mark_whole(self._pack(iter(leaves)))
+            return partition.mark_offsets(self._pack(iter(leaves)))
         if self.on_devices:
             offsets = self.strategy.experimental_local_results(offsets)[0]
             devices = strategy_devices(self.strategy)

@@ -67,11 +67,10 @@ def shard_weight(offsets: Any) -> Any:
     return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
 
 
-def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
+def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int]) -> list[Any]:
     """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch."""
-    parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
-        return [batch for _ in parts]
+        return [batch]
     offsets = shard_offsets(count_rows(batch), shares)
     return [slice_rows(batch, *shard_bounds(offsets, part)) for part in parts]
 
@@ -146,21 +145,14 @@ def _with_known_columns(part: Any, tensor: Any) -> Any:
     return part
 
 
-def mark_offsets(batch: Any, offsets: Any) -> Any:
-    """Marks the shards of a batch with the result of ``shard_offsets``.
+def mark_offsets(batch: Any, offsets: Any = None) -> Any:
+    """Marks the shards of a batch with the result of ``shard_offsets``; None: all rows are here.
 
     The mark is an attribute of each tensor, so every part of an unpacked batch keeps it. A
     ``tf.function`` rebuilds its arguments and so drops it.
     """
     for leaf in tensors_of(batch):
-        setattr(leaf, OFFSETS, offsets)
-    return batch
-
-
-def mark_whole(batch: Any) -> Any:
-    """Marks a batch of one replica, which has all rows."""
-    for leaf in tensors_of(batch):
-        setattr(leaf, WHOLE, True)
+        setattr(leaf, *((WHOLE, True) if offsets is None else (OFFSETS, offsets)))
     return batch
 
 

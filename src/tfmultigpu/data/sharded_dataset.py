@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import as_data_error
+from tfmultigpu.data.batch_format import any_rows, as_data_error
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.passes import read_over
@@ -21,7 +21,7 @@ from tfmultigpu.data.sources import to_dataset, to_examples
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.topology import local_replicas, per_replica
 from tfmultigpu.types import Strategy
 
 
@@ -172,6 +172,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         shares: Relative share of each replica, integers.
         preprocessing: The preprocessing of rows, or None.
         prefetches_to_device: Whether shards are copied to the replicas ahead of time.
+        cut: What cuts batches, and knows their type specs.
     """
 
     def __init__(
@@ -204,25 +205,23 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             ends = self._cardinality != tf.data.INFINITE_CARDINALITY
             prefetch_to_device = should_prefetch(spec, strategy) and not (has_workers and ends)
         self.prefetches_to_device = prefetch_to_device
-        self._cut = Cut(strategy, shares, spec, prefetch_to_device, copies)
+        self.cut = cut = Cut(strategy, shares, spec, prefetch_to_device, copies)
         keep_offsets_of_runs(strategy)
         # tf.data cuts in its own thread while the previous step runs.
         if preprocessing is not None:
-            cut = self._cut
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
             def divide(rows: Any, batch: Any) -> Any:
-                if not cut.is_needed:
-                    return batch
-                return cut.flatten(*divide_own_rows(rows, batch, shares, local))
+                cut_rows = divide_own_rows(rows, batch, shares, local)
+                return cut.flatten(*cut_rows) if cut.is_needed else batch
 
             elements = own.map(divide)
         elif elements is None or has_workers:
             elements = compared_over_workers(batches, strategy)
-            elements = elements.map(self._cut.function) if self._cut.is_needed else elements
+            elements = elements.map(self.cut.function) if self.cut.is_needed else elements
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
-            pieces = elements.flat_map(self._cut.deal)
+            pieces = elements.flat_map(self.cut.deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
             self._source = elements.prefetch(tf.data.AUTOTUNE)
@@ -231,13 +230,13 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         """Begins a new pass over the data."""
         if self.preprocessing is not None:
             self.preprocessing.begin_pass()
-        return ShardIterator(iter(self._source), self._cut)
+        return ShardIterator(iter(self._source), self.cut)
 
     def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
         """Returns other batches of the same type, cut and preprocessed as these are."""
         return ShardedDataset(
             batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing,
-            skip, copies=self._cut.copies,
+            skip, copies=self.cut.copies,
         )  # fmt: skip
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
@@ -258,8 +257,15 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     @property
     def element_spec(self) -> Any:
-        """Type specs of a *global* batch."""
-        return self._cut.element_spec
+        """Type specs of what an iterator yields, as for ``tf.function(input_signature=[...])``."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return self.cut.element_spec
+        ones = [1] * len(self.cut.local)
+        kind: Any = type(tf.type_spec_from_value(per_replica(self.strategy, ones)))
+        return tf.nest.map_structure(
+            lambda spec: kind(*[any_rows(spec) for _ in ones]) if hasattr(spec, "shape") else spec,
+            self.cut.element_spec,
+        )
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
@@ -270,7 +276,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
-            state = reduce_func(state, self._cut.to_batch(optional.get_value()))
+            state = reduce_func(state, self.cut.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 
         _, state = tf.while_loop(
@@ -313,11 +319,15 @@ class ShardIterator(Iterator[Any]):
             DataError: The batch has no rows, or its tensors differ in their number of rows.
         """
         if tf.inside_function():
-            return self.cut.to_batch(self.source.get_next())
+            return self.get_next()
         try:
             return self.cut.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
             raise as_data_error(error) from None
+
+    def get_next(self) -> Any:
+        """Returns the next batch; at the end raises ``OutOfRangeError``, as TensorFlow's does."""
+        return self.cut.to_batch(self.source.get_next())
 
     def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""

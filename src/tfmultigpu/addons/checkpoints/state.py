@@ -103,7 +103,7 @@ class RunVariables:
         return update is not None and update.owned
 
     def _build(self, data: Any, shard_update: ShardUpdate = "auto") -> None:
-        strategy, spec = self.exchange.strategy, None if data is None else data.element_spec
+        strategy, spec = self.exchange.strategy, None if data is None else data.cut.element_spec
         for model, optimizer in self._parts.values():
             prepare_model(model, strategy, spec)
             if self._step is None and optimizer is not None and not optimizer.built:

@@ -84,7 +84,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
     @property
     def element_spec(self) -> Any:
         """The type specs of a batch."""
-        return self.batches.element_spec
+        return self.batches.cut.element_spec
 
     # What the steps ask for. ---------------------------------------------------------------------
 
