@@ -17,7 +17,7 @@ from tfmultigpu.accumulation import (
     clip_gradients as clip_gradients,
     global_mean as global_mean,
 )
-from tfmultigpu.accumulation.loss_sum import loss_sum as loss_sum
+from tfmultigpu.accumulation.losses import loss_sum as loss_sum
 from tfmultigpu.addons import (
     checkpoints as checkpoints,
     diagnostics as diagnostics,
@@ -28,8 +28,8 @@ from tfmultigpu.addons import (
     workers as workers,
 )
 from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
-from tfmultigpu.addons.diagnostics.doctor import doctor as doctor
-from tfmultigpu.addons.diagnostics.explain import explain as explain
+from tfmultigpu.addons.diagnostics.machine_report import doctor as doctor
+from tfmultigpu.addons.diagnostics.program_report import explain as explain
 from tfmultigpu.addons.loops import (
     evaluate as evaluate,
     fit as fit,

@@ -13,8 +13,8 @@ import pytest
 
 from tfmultigpu.__main__ import main
 from tfmultigpu.addons.diagnostics import Finding, Report, doctor
-from tfmultigpu.addons.diagnostics.doctor import report_on
 from tfmultigpu.addons.diagnostics.machine import Driver, Machine, ask_driver, inspect_machine
+from tfmultigpu.addons.diagnostics.machine_report import report_on
 from tfmultigpu.addons.diagnostics.report import describe_variables, redact
 from tfmultigpu.devices import Device
 from tfmultigpu.errors import ClusterError

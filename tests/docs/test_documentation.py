@@ -293,13 +293,13 @@ def test_the_reference_documents_the_public_names_of_a_package(package: str) -> 
         # A class without docstring would inherit that of its base: `__doc__` alone, not getdoc.
         documentation = getattr(module, name).__doc__ or ""
         assert inspect.cleandoc(documentation).partition("\n")[0].endswith("."), name
+        assert not Path(str(module.__file__)).with_name(f"{name}.py").exists(), "not on the page"
 
 
 def test_every_name_at_the_top_has_an_example_and_is_on_the_page_of_names() -> None:
     names = {name for name in tmg.__all__ if name not in PACKAGES}
     assert [name for name in sorted(names) if ">>> " not in getattr(tmg, name).__doc__] == []
-    page = (ROOT / "docs" / "reference" / "index.md").read_text()
-    table = page.partition("| for | names |")[2]
+    table = (ROOT / "docs/reference/index.md").read_text().partition("| for | names |")[2]
     assert set(re.findall(r"`(\w+)`", table.partition("\n\n")[0])) == names
 
 

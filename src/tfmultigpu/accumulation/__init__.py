@@ -3,7 +3,7 @@
 from tfmultigpu.accumulation.accumulator import GradientAccumulator
 from tfmultigpu.accumulation.gradients import clip_gradients
 from tfmultigpu.accumulation.loss_scale import LossScale
-from tfmultigpu.accumulation.loss_sum import LossSum, global_mean, loss_sum
+from tfmultigpu.accumulation.losses import LossSum, global_mean, loss_sum
 from tfmultigpu.accumulation.update import apply_reduced_gradients
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
-from tfmultigpu.accumulation.loss_sum import is_fixed
+from tfmultigpu.accumulation.losses import is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
 from tfmultigpu.strategies.scopes import current_strategy

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
+from tfmultigpu.accumulation.losses import OTHER_ROWS
 from tfmultigpu.data.batch_format import NOT_ROWS, as_data_error, with_values
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
-from tfmultigpu.accumulation.loss_sum import LossSum, LossTerm, as_loss, is_fixed, loss_term
+from tfmultigpu.accumulation.losses import LossSum, LossTerm, as_loss, is_fixed, loss_term
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.outputs import Output, match_outputs

@@ -26,7 +26,7 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import Call, Feature, Pass, Phase, Replica, Rows, Shards
-from tfmultigpu.steps.rows import GATHERED, standing_at
+from tfmultigpu.steps.global_rows import GATHERED, standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 

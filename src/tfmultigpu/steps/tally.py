@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.loss_sum import OTHER_ROWS, LossTerm
+from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
 from tfmultigpu.errors import LossError
 
 _COUNTERS = "steps", "rows", "skipped"

@@ -1,8 +1,8 @@
 """``fit``, ``evaluate`` and ``predict``: the loops of Keras with the steps of this library."""
 
-from tfmultigpu.addons.loops.evaluate import evaluate
-from tfmultigpu.addons.loops.fit import fit
-from tfmultigpu.addons.loops.predict import predict
-from tfmultigpu.addons.loops.prepare import prepare
+from tfmultigpu.addons.loops.evaluation import evaluate
+from tfmultigpu.addons.loops.prediction import predict
+from tfmultigpu.addons.loops.preparation import prepare
+from tfmultigpu.addons.loops.training import fit
 
 __all__ = ["evaluate", "fit", "predict", "prepare"]

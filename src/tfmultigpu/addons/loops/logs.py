@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmultigpu.accumulation.loss_sum import LossTerm
+from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.steps.tally import Layout
 
 

@@ -1,12 +1,12 @@
 """Tools to test programs that train on several replicas."""
 
+from tfmultigpu.addons.testing.devices import virtual_devices
 from tfmultigpu.addons.testing.invariance import (
     Difference,
     ReplicaInvarianceError,
     assert_replica_invariant,
 )
 from tfmultigpu.addons.testing.reference import Training
-from tfmultigpu.addons.testing.virtual_devices import virtual_devices
 from tfmultigpu.addons.testing.workers import WorkerFailedError, WorkerResult, run_workers
 
 __all__ = [

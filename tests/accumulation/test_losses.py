@@ -14,7 +14,7 @@ from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.loss_sum import FixedLossSum
+from tfmultigpu.accumulation.losses import FixedLossSum
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SHARDS = ((0, 4), (4, 5), (5, 7))

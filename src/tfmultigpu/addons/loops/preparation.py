@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from tfmultigpu.addons.loops.evaluate import evaluate
-from tfmultigpu.addons.loops.fit import fit
+from tfmultigpu.addons.loops.evaluation import evaluate
 from tfmultigpu.addons.loops.methods import as_method, check_names, refuse_own_methods
-from tfmultigpu.addons.loops.predict import predict
+from tfmultigpu.addons.loops.prediction import predict
+from tfmultigpu.addons.loops.training import fit
 from tfmultigpu.strategies.scopes import check_backend
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import keras
 
 from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.evaluate import evaluation_methods
+from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks, to_list
 from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled, split_off
 from tfmultigpu.addons.loops.methods import around, check_names, run_keras

@@ -17,7 +17,7 @@ from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
 from tfmultigpu.addons.loops.methods import around, as_method, refuse_own_methods, run_keras
-from tfmultigpu.addons.loops.predict import predict
+from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
