@@ -1,4 +1,4 @@
-"""Device settings in a process in which TensorFlow has not started; prints "held" at the end."""
+"""Device settings in a process in which TensorFlow has not started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refused(error: type[Exception], call: Callable[[], Any], said: str) -> None:
     assert said in str(caught.value)
 
 
-def main() -> None:
+def hold() -> None:
     """Lists, plans, splits, starts, and tries to split again."""
     physical = tf.config.list_physical_devices("CPU")[0]
     assert tmg.list_devices("CPU")[0].name == "CPU:0"
@@ -47,8 +47,3 @@ def main() -> None:
     assert tmg.split_device("CPU:0", parts=3) == names  # It is so already.
     if not tmg.list_devices("GPU"):
         assert tmg.enable_memory_growth() == ()
-    print("held")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from law import device_settings
+from law.processes import pool
 
 import tfmultigpu as tmg
 
+
 # Fails if listing starts the devices (no split is possible afterwards), if a refused call changes
 # something, or if a setting that comes too late is not told. One process: it starts but once.
-BEFORE_AND_AFTER = Path(__file__).parents[1] / "law" / "device_settings.py"
-
-
 def test_settings_before_and_after_tensorflow_started() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(BEFORE_AND_AFTER)], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split()[-1] == "held"
+    pool().start().call(device_settings.hold)
 
 
 # Fails if a device has no name that other calls accept, or another kind or number than its name.
