@@ -21,8 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     # By default an example may take 0.2 seconds, which a slower machine would miss.
-    settings.register_profile("no clock", deadline=None)
-    settings.load_profile("no clock")
+    settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+    settings.load_profile("repeatable")
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(

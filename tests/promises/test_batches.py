@@ -27,13 +27,7 @@ WEIGHTS = st.sampled_from([0.0, 0.0, 1e-6, 1e-3, 0.25, 1.0, 1.0, 3.0, 1e3])
 def test_any_sizes_weights_and_masks(name: str) -> None:
     row = ROWS[name]
 
-    @settings(
-        max_examples=8,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     @given(
         sizes=st.lists(st.integers(1, LARGEST), min_size=1, max_size=4),
         weights=st.lists(WEIGHTS, min_size=1, max_size=10),

@@ -15,14 +15,6 @@ from law.pair import SEED, strategy_of
 
 import tfmultigpu as tmg
 
-DRAWN: dict[str, Any] = {
-    "max_examples": 8,
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "phases": [Phase.explicit, Phase.generate],  # To shrink a structure takes a minute.
-}
-
 # Each makes ``n`` rows that can be told apart, some of them without numbers.
 LEAVES: dict[str, Callable[[int], Any]] = {
     "dense": lambda n: np.arange(2.0 * n).reshape(n, 2),
@@ -75,7 +67,8 @@ def uncut(dataset: Any) -> list[list[list[Any]]]:
 
 # Fails if a row of any component is lost, twice, out of order or beside another row than it was,
 # if the partial last batch is dropped or filled, or if a second pass is another.
-@settings(**DRAWN)
+# To shrink a structure takes a minute.
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(
     structure=STRUCTURES,
     rows=st.integers(3, 17),

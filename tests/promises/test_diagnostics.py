@@ -16,8 +16,6 @@ from law.pair import strategy_of
 
 import tfmultigpu as tmg
 
-DRAWN = {"max_examples": 60, "deadline": None, "derandomize": True, "database": None}
-
 
 def severities(report: Any) -> list[str]:
     return [finding.severity for finding in report.findings]
@@ -113,7 +111,7 @@ def fitting(largest: int, tried: list[int]) -> Callable[[int], None]:
 
 # Fails if the result does not fit, is not the largest that does, or lies above the limit; or if a
 # size is tried twice or the search goes on by single rows.
-@settings(**{**DRAWN, "max_examples": 8})
+@settings(max_examples=8)
 @given(
     largest=st.integers(1, 5000), start=st.integers(1, 300), limit=st.none() | st.integers(1, 6000)
 )

@@ -16,7 +16,6 @@ from law.pair import LOGS, Pair, strategy_of
 import tfmultigpu as tmg
 
 SIZES = (7, 5, 2, 1)
-DRAWN = {"max_examples": 10, "deadline": None, "derandomize": True, "database": None}
 GROWTH = 2  # Good steps after which the scale of the wrapped optimizer doubles.
 SCALE = 2.0**15  # Where Keras' LossScaleOptimizer begins.
 
@@ -117,7 +116,7 @@ def spoilt(batches: list[Batch], number: int, row: int, value: float) -> list[Ba
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_row_that_overflows_skips_the_step_on_all(case: str) -> None:
-    @settings(**DRAWN)
+    @settings(max_examples=10)
     @given(
         number=st.integers(0, len(SIZES) - 1),
         row=st.integers(0, max(SIZES) - 1),

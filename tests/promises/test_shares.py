@@ -14,7 +14,7 @@ from law.pair import strategy_of
 
 import tfmultigpu as tmg
 
-DRAWN = {"max_examples": 200, "deadline": None, "derandomize": True, "database": None}
+DRAWN = {"max_examples": 200}
 CAPACITIES = st.lists(
     st.integers(1, 10**12) | st.floats(1e-3, 1e9, allow_nan=False), min_size=1, max_size=9
 )

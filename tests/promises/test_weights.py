@@ -21,7 +21,6 @@ TABLE = _random.normal(size=(7, 2))
 KERNEL = _random.normal(size=(2, 1))
 IDS = _random.integers(1, 7, (40, TOKENS)).astype("int32")
 Y = _random.normal(size=(40, TOKENS, 1))
-DRAWN = {"max_examples": 8, "deadline": None, "derandomize": True, "database": None}
 WEIGHTS = st.sampled_from([0.0, 0.0, 1e-3, 0.5, 1.0, 4.0, 1e3])
 
 
@@ -29,9 +28,14 @@ class Case(NamedTuple):
     replicas: int
     reduction: str
     weighted: bool = True
+    added: bool = False  # Whether a forward adds the weights of two losses, in micro-batches.
 
     def __str__(self) -> str:
-        return f"N={self.replicas}, {self.reduction}" + ", masks alone" * (not self.weighted)
+        return (
+            f"N={self.replicas}, {self.reduction}"
+            + ", masks alone" * (not self.weighted)
+            + ", twice" * self.added
+        )
 
 
 # Fails if a replica divides by its own weight, a weight or mask counts in the sum only, a hidden
@@ -41,6 +45,7 @@ CASES = [
     Case(2, "sum_over_batch_size"),
     Case(3, "mean_with_sample_weight"),
     Case(3, "sum"),
+    Case(3, "sum", added=True),
     Case(2, "mean_with_sample_weight", weighted=False),
 ]
 
@@ -66,19 +71,30 @@ class Trained:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.strategy = strategy_of(case.replicas)
+        # What is not divided by the weights would diverge by those of a thousand.
+        self.rate = RATE if case.reduction == "mean_with_sample_weight" else RATE / 1024
+        penalty = keras.regularizers.L2(L2)
         with self.strategy.scope():
             self.model = keras.Sequential(
                 [
                     keras.Input((TOKENS,), dtype="int32"),
                     keras.layers.Embedding(7, 2, mask_zero=True, **FLOAT),
-                    keras.layers.Dense(
-                        1, use_bias=False, kernel_regularizer=keras.regularizers.L2(L2), **FLOAT
-                    ),
+                    keras.layers.Dense(1, use_bias=False, kernel_regularizer=penalty, **FLOAT),
                 ]
             )
-            optimizer = keras.optimizers.SGD(RATE)
+            optimizer = keras.optimizers.SGD(self.rate)
             loss = keras.losses.MeanSquaredError(reduction=case.reduction, **FLOAT)
-        self.step = tmg.make_train_step(self.model, optimizer, loss, self.strategy)
+
+        def twice(model: Any, batch: Any, training: bool) -> Any:
+            total, weight = tmg.loss_sum(
+                loss, batch[1], model(batch[0], training=training), batch[2]
+            )
+            return tmg.LossSum(total + total, weight + weight)
+
+        options = (
+            {"loss": None, "forward": twice, "micro_batches": 2} if case.added else {"loss": loss}
+        )
+        self.step = tmg.make_train_step(self.model, optimizer, strategy=self.strategy, **options)
         self.batches: list[Batch] = []
         like = self.batch(0, 1, [1.0])
         source = dataset_of(lambda: self.batches, like)
@@ -106,13 +122,13 @@ class Trained:
             )
             loss = (total / weight if weight else 0.0) + L2 * np.sum(np.square(kernel))
             np.testing.assert_allclose(logs["loss"], loss, **LOGS)
-            np.testing.assert_allclose(logs["weight"], weight, **LOGS)
+            np.testing.assert_allclose(logs["weight"], weight * (1 + self.case.added), **LOGS)
             by_table = np.zeros_like(table)
             np.add.at(by_table, ids, slope @ kernel.T)
             by_kernel = np.einsum("bti,bto->io", table[ids], slope) + 2 * L2 * kernel
             norm = np.sqrt(np.sum(np.square(by_table)) + np.sum(np.square(by_kernel)))
             np.testing.assert_allclose(logs["gradient_norm"], norm, **LOGS)
-            table, kernel = table - RATE * by_table, kernel - RATE * by_kernel
+            table, kernel = table - self.rate * by_table, kernel - self.rate * by_kernel
             for actual, expected in zip(self.model.get_weights(), (table, kernel), strict=True):
                 np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
@@ -122,7 +138,7 @@ trained = functools.cache(Trained)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sums_are_divided_by_the_weight_of_the_global_batch(case: Case) -> None:
-    @settings(**DRAWN)
+    @settings(max_examples=8)
     @given(
         sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3),
         weights=st.lists(WEIGHTS, min_size=1, max_size=7),

@@ -85,8 +85,7 @@ def drawing(first: Any, count: Any, total: Any) -> Any:
     draws = Draws()
     draws.bind(None)
     draws.seeds = GlobalSeeds(tf.distribute.get_strategy())
-    part = tf.zeros([], tf.int64)  # Of one replica, which else has all rows.
-    return draws.around_model(Rows(first, count, total, part=part))
+    return draws.around_model(Rows(first, count, total, parts=1))  # Else one replica has all rows.
 
 
 # Fails if a function is not replaced, counts on wrongly, moves parameters to other rows, or draws

@@ -138,9 +138,5 @@ class GradientAccumulator:
 def _local_sum(
     shape: Any, dtype: tf.DType, aggregation: Any = tf.VariableAggregation.SUM
 ) -> tf.Variable:
-    return tf.Variable(
-        tf.zeros(shape, dtype),
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=aggregation,
-    )
+    on_read = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": aggregation}
+    return tf.Variable(tf.zeros(shape, dtype), trainable=False, **on_read)

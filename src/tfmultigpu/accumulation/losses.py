@@ -8,6 +8,7 @@ import operator
 import re
 import warnings
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,6 +21,7 @@ OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
     "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred)."
 )
+rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
 _FIXED = "_tfmultigpu_fixed"  # An attribute of weights, as Keras' mask is one.
 _DIVISIONS = ("RealDiv", "DivNoNan", "Maximum")  # Not all_reduce: the weight of all may divide.
 
@@ -94,11 +96,13 @@ def loss_sum(
         (4.0, 2.0)
     """
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
-    factor = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
+    factor: Any = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
     total = term.sum * tf.ensure_shape(factor, [])
     replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
-    # Fixed weights of the replicas add up to 1, also for who does not know the mark.
-    weight = term.weight / replicas if term.fixed else term.weight * factor
+    if term.fixed:  # These add up to 1, also for who does not know the mark.
+        rows = rows_of_step.get()
+        factor = 1.0 / replicas if rows is None else tf.cast(rows.share(replicas), factor.dtype)
+    weight = term.weight * factor
     if replicas > 1:
         weight = _for_logs(weight, total, "pair.sum / pair.weight, not times rows,", _DIVISIONS)
     return (FixedLossSum if term.fixed else LossSum)(total, weight)

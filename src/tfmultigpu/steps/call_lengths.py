@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-_GROWTH = 4  # The first steps are not like the others.
-
 
 class CallLength:
     """Cuts many steps into calls of some ``seconds``, whose cost is some thousandth of that.
@@ -45,6 +43,7 @@ class CallLength:
                 seconds = [time.perf_counter() - began]
                 longest = float(self._exchange.floats("the seconds of a call", seconds).max())
                 fitting = int(ran * self._seconds / max(longest, 1e-9))
-                self.steps = int(max(1, min(fitting, _GROWTH * ran, self._largest)))
+                # The first steps are not like the others: not many more at once.
+                self.steps = int(max(1, min(fitting, 4 * ran, self._largest)))
 
         yield note

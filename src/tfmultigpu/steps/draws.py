@@ -139,7 +139,7 @@ class Draws(Feature):
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has layers draw the rows of this replica."""
         strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync == 1 and rows.part is None:
+        if strategy.num_replicas_in_sync == 1 and rows.parts is None:
             yield
             return
         wrappers: dict[str, Callable[..., Any]] = {

@@ -13,6 +13,7 @@ verification are features; ``make_train_step(..., features=[...])`` takes those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
         total: The rows of the global batch, int64.
         weight: What each row counts, float64: 1, or 1 / copies if all replicas hold the same few
             rows; None for 1.
-        part: The number of the micro-batch, int64; None if the shard is computed in one piece.
+        parts: The micro-batches of the shard, int64; None if it is computed in one piece.
         copy: The number of the copy of these rows, int64; metrics count copy 0. None for 0.
     """
 
@@ -45,7 +46,7 @@ class Rows(NamedTuple):
     count: Any
     total: Any
     weight: Any = None
-    part: Any = None
+    parts: Any = None
     copy: Any = None
 
     def cut(self, number: Any, parts: Any) -> Rows:
@@ -55,7 +56,12 @@ class Rows(NamedTuple):
         weight = once if self.weight is None else self.weight * once
         copy = tf.where(self.count < parts, number, tf.zeros_like(number))
         copy = copy if self.copy is None else self.copy + copy
-        return Rows(self.first + start, stop - start, self.total, weight, number, copy)
+        return Rows(self.first + start, stop - start, self.total, weight, parts, copy)
+
+    def share(self, replicas: int) -> Any:
+        """Returns the part of each replica, micro-batch and copy of a weight that is 1 in total."""
+        known = [tf.cast(n, tf.float64) for n in (self.weight, self.parts) if n is not None]
+        return 1.0 / math.prod(known, start=replicas)
 
     def counts(self) -> Any:
         """Returns whether metrics count these rows, a bool or a bool scalar."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
 from tfmultigpu.errors import LossError
@@ -21,20 +21,17 @@ from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
 
-# The scope of the addition that gathers, by which a graph tells that it does.
-GATHERED = "gathered_rows_of_replicas"
-
-_here: ContextVar[Rows | None] = ContextVar("rows_of_this_replica", default=None)
+GATHERED = "gathered_rows_of_replicas"  # The scope of the addition, by which a graph is told.
 
 
 @contextmanager
 def standing_at(rows: Rows) -> Iterator[None]:
     """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes."""
-    token = _here.set(rows)
+    token = rows_of_step.set(rows)
     try:
         yield
     finally:
-        _here.reset(token)
+        rows_of_step.reset(token)
 
 
 def rows() -> Rows:
@@ -88,7 +85,7 @@ def gather_rows(tensor: Any) -> Any:
     context: Any = tf.distribute.get_replica_context()
     alone = context is not None and context.num_replicas_in_sync == 1
     here = _rows_here() if alone else _known_rows("gather_rows")
-    if here is not None and here.part is not None:
+    if here is not None and here.parts is not None:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only. Write micro_batches=1."
         )
@@ -110,7 +107,8 @@ def gather_rows(tensor: Any) -> Any:
 
 def _rows_here() -> Rows | None:
     """The rows of this replica: those a step says, or those of the batch given to ``run``."""
-    here, context = _here.get(), tf.distribute.get_replica_context()
+    here: Rows | None = rows_of_step.get()
+    context = tf.distribute.get_replica_context()
     if here is not None or context is None:
         return here
     offsets, whole = offsets_of_run(context.strategy)

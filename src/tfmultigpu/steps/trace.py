@@ -83,10 +83,7 @@ def check_gradients(variables: list[Any], gradients: list[Any]) -> None:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user: the innermost outside of this package, TensorFlow and Keras.
-
-    ``warnings.warn(skip_file_prefixes=)`` does the same from Python 3.12 on.
-    """
+    """Warns at the line of the user, as Python's ``skip_file_prefixes`` from version 3.12 on."""
     import keras
 
     packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
