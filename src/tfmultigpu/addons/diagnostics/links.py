@@ -39,7 +39,7 @@ _CHANGE = (
 )
 
 
-def check_links(devices: Sequence[str] | None = None, *, seconds: float = 20.0) -> Report:
+def check_links(devices: Sequence[str] | None = None, *, seconds: float = 15.0) -> Report:
     """Tests the links between devices: copies known bytes, and adds powers of two each way.
 
     Args:
