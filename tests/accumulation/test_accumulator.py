@@ -141,10 +141,7 @@ def test_parts_of_a_gradient_are_refused_by_each_block():
 # Other arguments: promises/test_bad_input.py.
 def test_where_blocks_are_refused():
     strategy, _, accumulator = accumulator_of(2, [0.0])
-    with (
-        strategy.scope(),
-        pytest.raises(tmg.TfMultiGpuError, match="add is for each replica"),
-    ):
+    with strategy.scope(), pytest.raises(tmg.TfMultiGpuError, match="add is for each replica"):
         accumulator.add([None], 1.0)
     assert accumulator.count == 0
     for reduce in (accumulator.reduce, tf.function(accumulator.reduce)):
@@ -157,6 +154,9 @@ def test_where_blocks_are_refused():
     assert one.run(alone.reduce)[0][0].numpy().tolist() == [0.5]
     with one.scope(), pytest.raises(tmg.ScopeError, match="another scope"):
         accumulator.reduce()
+    outside = tf.Variable(0.0)
+    with strategy.scope(), pytest.raises(tmg.ScopeError, match="model was created outside the sco"):
+        tmg.GradientAccumulator([outside])
 
 
 # Loss scales: one verdict about the global gradient. Overflows: promises/test_overflow.py --------

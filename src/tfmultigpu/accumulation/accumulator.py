@@ -12,7 +12,7 @@ from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_
 from tfmultigpu.accumulation.losses import is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
-from tfmultigpu.strategies.scopes import current_strategy
+from tfmultigpu.strategies.scopes import check_scope, current_strategy
 from tfmultigpu.strategies.topology import describe
 
 
@@ -46,6 +46,7 @@ class GradientAccumulator:
                 "tmg.GradientAccumulator(model.trainable_variables)."
             )
         self._strategy = current_strategy(None, "GradientAccumulator", self)
+        check_scope(self.variables, self._strategy, "model")
         refuse_float8(self.variables)
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
@@ -135,8 +136,6 @@ class GradientAccumulator:
         )
 
 
-def _local_sum(
-    shape: Any, dtype: tf.DType, aggregation: Any = tf.VariableAggregation.SUM
-) -> tf.Variable:
+def _local_sum(shape: Any, dtype: Any, aggregation: Any = tf.VariableAggregation.SUM) -> Any:
     on_read = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": aggregation}
     return tf.Variable(tf.zeros(shape, dtype), trainable=False, **on_read)
