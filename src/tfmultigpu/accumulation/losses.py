@@ -82,7 +82,7 @@ def loss_sum(
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
-        row_weight: ``tmg.data.row_weight(batch)``, a scalar, with a batch of
+        row_weight: ``tmg.data.row_weight(batch, strategy)``, a scalar, with a batch of
             ``distribute_dataset(..., small_batches="copy")``. None: 1.
 
     Raises:
