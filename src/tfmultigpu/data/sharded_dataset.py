@@ -212,10 +212,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
             def divide(rows: Any, batch: Any) -> Any:
-                cut_rows = divide_own_rows(rows, batch, shares, local)
-                return cut.flatten(*cut_rows) if cut.is_needed else batch
+                return cut.flatten(*divide_own_rows(rows, batch, shares, local))
 
-            elements = own.map(divide)
+            elements = own.map(divide if cut.is_needed else lambda rows, batch: batch)
         elif elements is None or has_workers:
             elements = compared_over_workers(batches, strategy)
             elements = elements.map(self.cut.function) if self.cut.is_needed else elements

@@ -21,7 +21,7 @@ from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
 
-GATHERED = "gathered_rows_of_replicas"  # The scope of the addition, by which a graph is told.
+GATHERED = "gathered_rows_of_replicas"  # The scope of the addition: a graph that has it gathers.
 
 
 @contextmanager
