@@ -18,6 +18,7 @@ from one_device import as_dataset, cut, strategy_of
 import tfmultigpu as tmg
 from tfmultigpu.addons.loops.hooks import every_batches
 from tfmultigpu.data.array_batches import shard_arrays
+from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.steps import call_lengths
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
@@ -104,6 +105,14 @@ def order_of(x: Any, passes: int = 3, replicas: int = 2, **options: Any) -> list
         local = strategy.experimental_local_results(next(iterator))
         rows += np.concatenate([shard.numpy() for shard in local]).tolist()
     return [rows[i * len(x) : (i + 1) * len(x)] for i in range(passes)]
+
+
+def test_arrays_are_held_and_read_in_the_memory_of_the_host() -> None:
+    with tf.device("CPU:1"):  # As if it were a GPU, which TensorFlow prefers.
+        x = tensors_of_arrays(np.zeros((4, 2), "float32"))
+        data = shard_arrays(x, 5, strategy_of(1), lambda key, make: make())
+    for tensor in (x, data.batches._variant_tensor):
+        assert tensor.device.endswith("CPU:0")
 
 
 def test_each_pass_has_every_row_once_in_an_order_of_the_seed_and_its_number() -> None:

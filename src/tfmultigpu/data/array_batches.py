@@ -42,10 +42,9 @@ def shard_arrays(
         # Made once: TensorFlow would warn of a trace for each model.
         return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
 
-    kind = structure_of(arrays), specs, batch_size, shuffle
-    traced = keep((strategy, whole_shares, kind), trace)
-    numbers = (tf.constant(number, tf.int64) for number in (seed, first_batch))
-    batches, elements = traced(arrays, *numbers)
+    traced = keep((strategy, whole_shares, structure_of(arrays), specs, batch_size, shuffle), trace)
+    with tf.device("CPU:0"):  # An iterator is made where its dataset is: on a GPU all maps fail.
+        batches, elements = traced(arrays, seed, first_batch)
     return ShardedDataset(batches, strategy, whole_shares, elements=elements)
 
 

@@ -118,7 +118,8 @@ def _array_to_tensor(value: Any) -> Any:
         return value
     if not hasattr(value, "__array__"):
         raise TypeError(f"{type(value).__name__} is not an array")
-    return tf.convert_to_tensor(value)
+    with tf.device("CPU:0"):  # Where tf.data reads it: all data need not fit into a GPU.
+        return tf.convert_to_tensor(value)
 
 
 def _lists_to_tuples(batch: Any) -> Any:
