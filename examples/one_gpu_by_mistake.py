@@ -40,7 +40,7 @@ except tmg.ScopeError as error:
 
 with strategy.scope():
     model = build()
-assert tmg.explain(model).codes[0] not in ("model-scope", "no-strategy")
+assert "outside the scope" not in str(tmg.explain(model))
 with tmg.create_strategy(devices=devices[:1]).scope():
     reference = build()
 for one in (model, reference):

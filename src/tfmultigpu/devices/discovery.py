@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +30,7 @@ class Device:
         compute_capability: Of a CUDA GPU, such as `(9, 0)`; otherwise `None`.
         memory_total: Bytes; `None` without the extra `nvml`, for all but NVIDIA GPUs, and if the
             driver's GPU cannot be identified with certainty.
-        memory_free: Bytes that no process had taken when the device was listed; `None` as above.
+        memory_free: Bytes free when the device was listed; `None` as above. It is not compared.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Device:
     description: str = ""
     compute_capability: tuple[int, int] | None = None
     memory_total: int | None = None
-    memory_free: int | None = None
+    memory_free: int | None = field(default=None, compare=False)
 
 
 def list_devices(kind: str | None = None) -> tuple[Device, ...]:

@@ -10,13 +10,13 @@ from tfmultigpu.addons.diagnostics.report import Finding, redact, shown_value
 from tfmultigpu.devices.names import listed
 
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
+_FOLDERS = "import glob, nvidia; print(*glob.glob(nvidia.__path__[0] + '/*/lib'), sep=':')"
 _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 
 def find_causes(machine: Machine) -> list[Finding]:
     """Returns the findings about a machine; pure."""
-    findings = [finding for check in CHECKS for finding in check(machine)]
-    return findings or [_nothing_wrong(machine)]
+    return [found for check in CHECKS for found in check(machine)] or [_nothing_wrong(machine)]
 
 
 def _count_shown(machine: Machine) -> int:
@@ -71,7 +71,7 @@ def _no_libraries(machine: Machine) -> Iterator[Finding]:
         change = f"Install a driver for CUDA {built[0]}, or a TensorFlow for CUDA {driver.cuda[0]}"
     else:
         problem = f"it does not find all libraries of CUDA {machine.cuda}"
-        change = f"{_INSTALL} in this environment, and unset LD_LIBRARY_PATH"
+        change = f'{_INSTALL}; then export LD_LIBRARY_PATH=$(python -c "{_FOLDERS}")'
     what = f"The driver shows {shown} GPU(s), and TensorFlow sees none: {problem}."
     why = "TensorFlow drops all GPUs, with one line in its log, and trains on the CPU."
     yield Finding("error", "no-libraries", what, why, change)
