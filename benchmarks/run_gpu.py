@@ -3,8 +3,8 @@
 ``python benchmarks/run_gpu.py`` writes ``gpu.json`` and ``gpu.md`` to ``build/gpu-report``. It
 needs TensorFlow with its GPU libraries and NumPy, from wherever: neither pytest, nor an index of
 packages, nor an installation of this library. Everything runs in processes of its own, one after
-the other, the most telling first; what there is no time for is named in the report, and
-``--resume`` runs that later. With ``--rehearse`` the same runs on virtual CPUs with tiny networks.
+the other, the most telling first; what there is no time for is named in the report, for ``--only``.
+With ``--rehearse`` the same runs on virtual CPUs with tiny networks.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": 0,
     }
     wanted = [name for name in ORDER if name in (asked.only or ORDER)]
-    if asked.resume:
-        wanted = _take_up(record, asked.out / "gpu.json", wanted)
-    before = record["seconds"]
     end = began + 60 * asked.minutes
     for name in wanted:
         found = run_part(name, end - time.monotonic(), asked.rehearse, asked.out / "gpu.log")
@@ -75,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             last = one.get("error", "").strip().splitlines()[-1:]
             print(f"{one['name']}: {one['status']} {' '.join(last)}", flush=True)
         record["checks" if name in GROUPS else "benchmarks"] += found
-        record["seconds"] = before + round(time.monotonic() - began)
+        record["seconds"] = round(time.monotonic() - began)
         # After each part: whatever happens next, this is known.
         try:
             _write(asked.out / "gpu.json", json.dumps(_plain(record), indent=1) + "\n")
@@ -106,9 +103,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
     parser.add_argument("--only", nargs="+", choices=ORDER, help="some of it", metavar="NAME")
     parser.add_argument(
-        "--resume", action="store_true", help="run what the report in the folder names as not run"
-    )
-    parser.add_argument(
         "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
     )
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -116,34 +110,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 0 < asked.minutes < 24 * 60:
         parser.error(f"--minutes is a positive number. Received: {asked.minutes}")
     return asked
-
-
-def _take_up(record: dict[str, Any], file: Path, wanted: list[str]) -> list[str]:
-    """Adds what an earlier report holds to a record; returns what is left to run."""
-    try:
-        earlier = json.loads(file.read_text())
-        of_this_kind = earlier["rehearsal"] == record["rehearsal"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"There is nothing to resume: {error}", file=sys.stderr)
-        return wanted
-    if not of_this_kind:
-        print("There is nothing to resume: one of the two is a rehearsal", file=sys.stderr)
-        return wanted
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for one in earlier["checks"] + earlier["benchmarks"]:
-        parts.setdefault(one["name"].partition(".")[0], []).append(one)
-    on_a_gpu_alone = "needs a GPU that TensorFlow can see"
-    for name, found in parts.items():
-        ran = [
-            one
-            for one in found
-            if one["status"] != "not run" or on_a_gpu_alone in one.get("error", "")
-        ]
-        if len(ran) == len(found):
-            record["checks" if name in GROUPS else "benchmarks"] += found
-            wanted = [other for other in wanted if other != name]
-    record |= {"machine": earlier["machine"], "seconds": earlier["seconds"]}
-    return wanted
 
 
 def seen_gpus() -> tuple[int, str]:

@@ -1,4 +1,7 @@
-"""Eight virtual CPUs in every test process, made before TensorFlow starts its devices."""
+"""Eight virtual CPUs in every test process, made before TensorFlow starts its devices.
+
+With ``TEST_DEVICES=GPU`` in the environment the promises are held on eight parts of one GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import pytest
 
-VIRTUAL_CPUS = 8
+PARTS = 8
+PART_OF_A_GPU = 448  # MiB
+# Held of CPUs alone: their names, that no GPU is here, sums in the same order each time.
+OF_CPUS = (
+    "test_fallback_warns_or_raises", "test_hidden_gpus_are_named", "test_unknown_memory_is_told",
+    "test_the_replica_the_batch_and_the_way_out_are_named", "test_they_are_saved_and_restored",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,8 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(VIRTUAL_CPUS)]
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(PARTS)]
     )
+    if os.environ.get("TEST_DEVICES") == "GPU":
+        gpu = tf.config.list_physical_devices("GPU")[0]
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=PART_OF_A_GPU)
+        tf.config.set_logical_device_configuration(gpu, [part] * PARTS)
+        tf.config.experimental.enable_tensor_float_32_execution(False)
     # Whoever drops an iterator waits for the thread that tunes it, now and then for a minute.
     untuned = tf.data.Options()
     untuned.autotune.enabled = False
@@ -43,6 +57,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files that start processes take longest: at the end, one of two cores would have no work left.
+    if os.environ.get("TEST_DEVICES") == "GPU":
+        items[:] = [item for item in items if not item.name.startswith(OF_CPUS)]
     items.sort(key=lambda item: "workers" not in f"{item.path.parent.name}/{item.path.name}")
 
 

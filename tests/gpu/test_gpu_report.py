@@ -27,23 +27,6 @@ def check(name: str = "limit.limit", **values: Any) -> dict[str, Any]:
     return {"name": name, "status": "passed", "seconds": 1.0, "facts": {}, "error": ""} | values
 
 
-def timing(**values: Any) -> dict[str, Any]:
-    return {
-        "name": "resnet-bfloat16-256",
-        "kind": "speed",
-        "status": "passed",
-        "network": "resnet",
-        "title": "ResNet-50",
-        "precision": "bfloat16",
-        "rows": 256,
-        "xla": False,
-        "unit": "images",
-        "per_second": {"plain": 2000.0, "ours": 1990.0},
-        "flops_per_unit": 24.6e9,
-        "ratios": {"ours": 0.995},
-    } | values
-
-
 @pytest.mark.slow
 def test_the_command_runs_in_a_rehearsal(runner: Any, tmp_path: Path) -> None:
     only = ["--only", "transformer-tf32-32", "memory-transformer-bfloat16-32"]
@@ -74,36 +57,6 @@ def test_without_a_gpu_nothing_is_run(
     assert "TensorFlow sees no GPU here, so nothing was run." in said
     assert said.endswith("TensorFlow said:\nCannot dlopen some GPU libraries.\n")
     assert not (tmp_path / "report").exists()
-
-
-def test_what_was_not_run_is_run_later_and_the_rest_is_kept(
-    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
-
-    def run(name: str, seconds: float, rehearse: bool, log: Path) -> list[dict[str, Any]]:
-        ran.append(name)
-        if name == "limit":
-            status = "passed" if len(ran) > 3 else "not run"
-            return [check("limit.limit"), check("limit.largest_batch", status=status, error="time")]
-        return [timing(name=name, kind="speed", machine={"title": "the GPU"})]
-
-    runner.run_part = run
-    order = ["resnet-tf32-256", "limit", "peak"]
-    arguments = ["--rehearse", "--only", *order, "--out", str(tmp_path)]
-    assert runner.main(arguments) == 0
-    # In the order of the runner, not in the one asked for.
-    assert ran == ["peak", "limit", "resnet-tf32-256"]
-    assert runner.main([*arguments, "--resume"]) == 0
-    assert ran[3:] == ["limit"]
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [one["name"] for one in written["benchmarks"]] == ["peak", "resnet-tf32-256"]
-    assert [one["status"] for one in written["checks"]] == ["passed", "passed"]
-    assert written["machine"] == {"title": "the GPU"}
-    (tmp_path / "gpu.json").write_text("{")
-    assert runner.main([*arguments, "--resume"]) == 0
-    assert "There is nothing to resume: " in capsys.readouterr().err
-    assert ran[4:] == ["peak", "limit", "resnet-tf32-256"]
 
 
 # Processes: one that dies or hangs costs its own only ---------------------------------------------

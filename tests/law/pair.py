@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ def assert_replicas_agree(strategy: tf.distribute.Strategy, variables: Iterable[
 
 @functools.cache
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
-    """Returns the strategy of the first ``replicas`` virtual CPUs, one for each number."""
-    return tmg.create_strategy(devices=[f"CPU:{i}" for i in range(replicas)])
+    """Returns the strategy of the first ``replicas`` virtual devices, one for each number."""
+    kind = os.environ.get("TEST_DEVICES", "CPU")  # tests/conftest.py divides a GPU.
+    return tmg.create_strategy(devices=[f"{kind}:{i}" for i in range(replicas)])
 
 
 def dataset_of(batches: Callable[[], Iterable[Batch]], like: Batch) -> tf.data.Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import keras
@@ -68,6 +69,8 @@ BAD = {
     "assert in a metric": ("y", 1, 1),
     "labels of more rows": None,
 }
+if os.environ.get("TEST_DEVICES") == "GPU":  # There TensorFlow gives zeros and NaN, as on one GPU.
+    BAD = {kind: what for kind, what in BAD.items() if "out of range" not in kind}
 
 
 def training(norm: bool) -> Training:

@@ -74,7 +74,7 @@ GROUPS: dict[str, Group] = {
             low_precision.float16_dynamic,
             low_precision.bfloat16,
             memory.out_of_memory_report,
-            memory.sharded_variables,
+            memory.memory_of_sharded_variables,
             replicas.xla,
             # Last: what cuDNN chose for a shape it keeps, and may keep with TF32.
             replicas.exact_with_tf32,

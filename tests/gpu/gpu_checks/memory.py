@@ -169,7 +169,7 @@ def judge_micro_batches(peaks: dict[str, int], allowed: float = 0.3) -> float:
     return share
 
 
-def sharded_variables(place: Place) -> dict[str, Any]:
+def memory_of_sharded_variables(place: Place) -> dict[str, Any]:
     """Weights of 1 GiB in all take the memory of a GPU once, spread over its parts."""
     place.need_gpu("TensorFlow counts the memory of GPUs only")
     config: Any = tf.config.experimental
