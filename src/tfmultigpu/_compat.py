@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -78,6 +79,23 @@ def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
                 dtype = tf.as_dtype(data.shape_and_type[0].dtype)
                 found.append((handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
     return found
+
+
+@contextmanager
+def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
+    """Has what uses or assigns anything in the context wait for all tensors, and nothing else.
+
+    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` alone has a thousand
+    small numbers of an optimizer wait as well, and TensorFlow then folds no constant.
+    """
+    gate, used = tf.group(*tensors), {each.ref() for each in tensors if tf.is_tensor(each)}
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    for new in graph.get_operations()[before:]:
+        assigns = new.op_def.is_stateful and new.type != "ReadVariableOp"
+        if assigns or any(each.ref() in used for each in new.inputs):
+            new._add_control_inputs([gate])
 
 
 def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:

@@ -52,33 +52,14 @@ class Strategy(Protocol):
     def extended(self) -> Any:
         """Further methods."""
 
-    @property
-    def cluster_resolver(self) -> Any:
-        """The description of the cluster, or None."""
-
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which variables are created."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Calls a function on each replica."""
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Adds or averages a value over replicas."""
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates a value over replicas."""
-
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the values of the replicas of this process."""
-
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Distributes a dataset as TensorFlow does."""
-
-    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """Distributes one dataset for each worker."""
-
-    def experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
-        """Returns one value for each replica."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,8 +183,8 @@ LAW = (
     ),
     broken(
         "a step is counted although the data had ended",
-        "tf.control_dependencies([tf.group(*before)]),",
-        "tf.control_dependencies([]),",
+        "_compat.waiting_for(before),",
+        "_compat.waiting_for([]),",
         f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",
     ),
     # Rows -----------------------------------------------------------------------------------------

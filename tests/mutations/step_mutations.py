@@ -164,8 +164,8 @@ STEPS = (
     ),
     broken(
         "owners do not wait for the checks",
-        "tf.control_dependencies([tf.group(*before)]),",
-        "tf.control_dependencies([]),",
+        "_compat.waiting_for(before),",
+        "_compat.waiting_for([]),",
         f"{FAILS}[N=3, micro-batches, shard_update]",
     ),
     # test_run -------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Replicated:
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
 
         def apply() -> None:
-            with tf.control_dependencies([tf.group(*before)]), self.updating():
+            with _compat.waiting_for(before), self.updating():
                 for part in parts_of(self.optimizer):
                     known = {id(variable) for variable in _compat.optimizer_trains(part)}
                     pairs = zip(gradients, variables, strict=True)
