@@ -83,18 +83,18 @@ def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
-    """Has what uses or assigns anything in the context wait for all tensors, and nothing else.
+    """Has all that is computed and assigned in the context wait for tensors, but for scalars.
 
-    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` alone has a thousand
-    small numbers of an optimizer wait as well, and TensorFlow then folds no constant.
+    Private: ``operation._add_control_inputs``. With ``tf.control_dependencies`` the learning rate
+    and the powers of Adam, a dozen scalars for each variable, wait as well, and are not folded.
     """
-    gate, used = tf.group(*tensors), {each.ref() for each in tensors if tf.is_tensor(each)}
-    graph = tf.compat.v1.get_default_graph()
+    gate, graph = tf.group(*tensors), tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
     for new in graph.get_operations()[before:]:
         assigns = new.op_def.is_stateful and new.type != "ReadVariableOp"
-        if assigns or any(each.ref() in used for each in new.inputs):
+        large = any(output.shape.rank != 0 for output in new.outputs)
+        if assigns or (large and new.type != "Placeholder"):  # What a branch captures.
             new._add_control_inputs([gate])
 
 
