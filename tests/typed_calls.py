@@ -15,6 +15,7 @@ dataset = tf.data.Dataset.range(8).batch(4)
 # Right.
 with strategy.scope():
     data = tmg.distribute_dataset(dataset, strategy, shares=(3, 1))
+strategy.reduce("SUM", strategy.gather(1.0, axis=0), axis=None)
 step = tmg.make_train_step(model, optimizer, None, strategy, loss_scale=8.0, shard_update=False)
 tmg.make_eval_step(model, "mse", strategy, verify="gradients")
 tmg.fit(model, dataset, step=step, verbose=2, steps_per_call=4).history["loss"]

@@ -93,8 +93,7 @@ def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
     yield
     for new in graph.get_operations()[before:]:
         assigns = new.op_def.is_stateful and new.type != "ReadVariableOp"
-        large = any(output.shape.rank != 0 for output in new.outputs)
-        if assigns or (large and new.type != "Placeholder"):  # What a branch captures.
+        if new.type != "Placeholder" and (assigns or any(t.shape.rank != 0 for t in new.outputs)):
             new._add_control_inputs([gate])
 
 

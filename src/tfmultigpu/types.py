@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -34,15 +34,23 @@ class Model(Protocol):
 class Optimizer(Protocol):
     """The part of a Keras optimizer that a checker compares."""
 
-    def apply_gradients(self, grads_and_vars: Any, /) -> Any:
-        """Updates variables."""
-
-    def stateless_apply(self, optimizer_variables: Any, grads: Any, /, *args: Any) -> Any:
-        """Returns updated values of variables."""
+    apply_gradients: Callable[..., Any]
+    stateless_apply: Callable[..., Any]
 
 
 class Strategy(Protocol):
     """The public part of ``tf.distribute.Strategy``, which has no types where Keras is used."""
+
+    run: Callable[..., Any]
+    reduce: Callable[..., Any]
+    gather: Callable[..., Any]
+    experimental_distribute_dataset: Callable[..., Any]
+    distribute_datasets_from_function: Callable[..., Any]
+    experimental_local_results: Callable[..., tuple[Any, ...]]
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The description of the cluster, or None."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -54,12 +62,6 @@ class Strategy(Protocol):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which variables are created."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Calls a function on each replica."""
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the values of the replicas of this process."""
 
 
 @dataclasses.dataclass(frozen=True)
