@@ -15,7 +15,6 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 import pytest
 
 PARTS = 8
-PART_OF_A_GPU = 448  # MiB
 # Held of CPUs alone: their names, that no GPU is here, sums in the same order each time.
 OF_CPUS = (
     "test_fallback_warns_or_raises", "test_hidden_gpus_are_named", "test_unknown_memory_is_told",
@@ -39,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if os.environ.get("TEST_DEVICES") == "GPU":
         gpu = tf.config.list_physical_devices("GPU")[0]
-        part = tf.config.LogicalDeviceConfiguration(memory_limit=PART_OF_A_GPU)
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=448)  # MiB
         tf.config.set_logical_device_configuration(gpu, [part] * PARTS)
         tf.config.experimental.enable_tensor_float_32_execution(False)
     # Whoever drops an iterator waits for the thread that tunes it, now and then for a minute.

@@ -198,6 +198,22 @@ def test_a_second_step_and_the_end_of_both() -> None:
     assert [graph() for graph in graphs] == [None] * len(graphs)
 
 
+class Counts(optimizers.SGD):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.updates = self.add_variable((), name="updates")
+
+
+# Fails if an owner alone changes a variable that all replicas have: their copies then differ.
+def test_no_owners_for_an_optimizer_with_variables_of_its_own() -> None:
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model, optimizer = small().model, Counts()
+    with pytest.raises(tmg.TfMultiGpuError, match="update_step may change 'updates'"):
+        choose_update(optimizer, model.trainable_variables, strategy, shard_update=True)
+    assert not choose_update(optimizer, model.trainable_variables, strategy).owned
+
+
 # Fails if it is chosen otherwise than measured, or the reason is not told.
 def test_where_it_is_faster_it_is_done() -> None:
     on = f"it is faster from {PAYS_FROM:,} numbers, or {PAYS_FROM_VARIABLES} variables, on"

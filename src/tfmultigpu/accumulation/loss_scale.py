@@ -120,10 +120,8 @@ def make_loss_scale(
         own.growth_steps = optimizer.dynamic_growth_steps
         return own
     asked = optimizer.loss_scale_factor if loss_scale is None else loss_scale
-    if asked is None:
-        return None
     if asked != "dynamic":
-        return LossScale(asked, growth_steps=None)  # type: ignore[arg-type]
+        return None if asked is None else LossScale(asked, growth_steps=None)  # type: ignore[arg-type]
     if optimizer not in kept_loss_scales:
         with strategy.scope():
             kept_loss_scales[optimizer] = LossScale()

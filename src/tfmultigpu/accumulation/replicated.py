@@ -64,8 +64,7 @@ class Replicated:
             with in_global_phase():
                 return finish(*args)
 
-        args = (per_replica(self.strategy, sums), *args)
-        gradient, others = self.strategy.run(run, args=args)
+        gradient, others = self.strategy.run(run, args=(per_replica(self.strategy, sums), *args))
         norm, valid, others = tf.nest.map_structure(
             lambda value: self._local(value)[0], (gradient.norm, gradient.valid, others)
         )

@@ -142,6 +142,8 @@ def _decide(
         return False, f"{type(strategy).__name__} has no two devices that one process writes to"
     if optimizer.built:
         return False, "the optimizer was built before, with its state on every replica"
+    if own := [v.name for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]:
+        return False, f"update_step may change {own[0]!r}, which every replica has"
     if asked != "auto":
         return bool(asked), f"shard_update={asked}"
     if not replicas_share_memory(strategy):
