@@ -55,9 +55,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files that start processes take longest: at the end, one of two cores would have no work left.
     if os.environ.get("TEST_DEVICES") == "GPU":
         items[:] = [item for item in items if not item.name.startswith(OF_CPUS)]
+    # Files that start processes take longest: at the end, one of two cores would have no work left.
     items.sort(key=lambda item: "workers" not in f"{item.path.parent.name}/{item.path.name}")
 
 

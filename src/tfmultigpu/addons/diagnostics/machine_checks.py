@@ -16,7 +16,7 @@ _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 def find_causes(machine: Machine) -> list[Finding]:
     """Returns the findings about a machine; pure."""
-    return [found for check in CHECKS for found in check(machine)] or [_nothing_wrong(machine)]
+    return [finding for check in CHECKS for finding in check(machine)] or [_nothing_wrong(machine)]
 
 
 def _count_shown(machine: Machine) -> int:
