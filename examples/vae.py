@@ -1,11 +1,11 @@
-"""A variational autoencoder: a loss of its own, noise in the model, each part in the logs.
+"""A variational autoencoder: a loss of its own, noise in the model, a part of it in the logs.
 
 The usual answer overrides ``train_step`` and takes ``ops.mean`` of the losses. Under
 ``MirroredStrategy`` the optimizer then adds the means of the replicas: N times the gradient, which
 Adam hides and SGD does not. Every replica draws the same noise for other images.
 
-``forward`` returns sums and the number of rows. ``fit`` adds both over the replicas, divides once,
-and shows the other values beside the loss. Noise is what one device would draw for each row.
+``forward`` returns a sum and the number of rows. ``fit`` adds both over the replicas and divides
+once, and shows the metric beside the loss. Noise is what one device would draw for each row.
 """
 
 import keras
@@ -27,6 +27,7 @@ class VAE(keras.Model):
         self.encoder = keras.Sequential([layers.Dense(32, "tanh"), layers.Dense(4)])
         self.decoder = keras.Sequential([layers.Dense(32, "tanh"), layers.Dense(64, "sigmoid")])
         self.seeds = keras.random.SeedGenerator(1)  # an attribute, so that checkpoints have it
+        self.kl = keras.metrics.Mean(name="kl")
 
     def call(self, inputs):
         mean, log_variance = ops.split(self.encoder(inputs), 2, axis=-1)
@@ -38,8 +39,8 @@ def forward(vae, batch, training):
     decoded, mean, log_variance = vae(batch, training=training)
     reconstruction = 64 * keras.losses.binary_crossentropy(batch, decoded)  # one value per row
     kl = -0.5 * ops.sum(1 + log_variance - mean**2 - ops.exp(log_variance), axis=-1)
-    rows = tf.cast(tf.shape(batch)[0], tf.float32)
-    return tmg.LossSum(ops.sum(reconstruction + kl), rows), {"kl": (ops.sum(kl), rows)}
+    vae.kl.update_state(kl)
+    return tmg.LossSum(ops.sum(reconstruction + kl), tf.shape(batch)[0])
 
 
 def train(strategy):

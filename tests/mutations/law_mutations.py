@@ -98,14 +98,14 @@ LAW = (
     ),
     broken(
         "the loss of many steps is a mean of their losses",
-        "if by_rows and not term.logged else (total, weight)",
-        "",
+        "[rows] * count) if by_rows else (sums, weights)",
+        "[rows] * count)",
         f"{RUN}::test_the_data_ends_within_a_call[N=2]",
     ),
     broken(
         "losses of several outputs are weighed alike over many steps",
-        "if by_rows and not term.logged else (total, weight)",
-        "if by_rows and not term.logged else (total, rows)",
+        "if by_rows else (sums, weights)",
+        "if by_rows else (sums, [rows] * count)",
         f"{EVALUATION}::test_several_batches_in_one_call",
     ),
     # Weight regularisation ------------------------------------------------------------------------
@@ -226,8 +226,8 @@ LAW = (
     ),
     broken(
         "metrics see every copy of a small batch",
-        "deferring((), rows.counts()) as deferred:\n            terms",
-        "deferring((), True) as deferred:\n            terms",
+        "DeferredAssignments((), rows.counts()) as deferred:\n            terms",
+        "DeferredAssignments((), True) as deferred:\n            terms",
         f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",
     ),
     broken(

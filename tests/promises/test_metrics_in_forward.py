@@ -12,8 +12,7 @@ from law.pair import dataset_of, strategy_of
 import tfmultigpu as tmg
 
 
-# Fails if a batch of fewer rows than replicas counts once for each of them, in the metric or in the
-# values that the forward returns for the logs.
+# Fails if a batch of fewer rows than replicas counts once for each of them.
 def test_each_row_counts_once() -> None:
     strategy = strategy_of(3)
     keras.utils.set_random_seed(1)

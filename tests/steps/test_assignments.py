@@ -16,7 +16,7 @@ from one_device import Replicated, as_dataset, cut, hold, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
-from tfmultigpu.steps.assignments import deferring
+from tfmultigpu.steps.assignments import DeferredAssignments
 
 _random = np.random.default_rng(41)
 X = _random.normal(size=(16, 4)).astype("float32")
@@ -203,7 +203,7 @@ def test_what_an_inner_graph_assigns_is_assigned_at_once() -> None:
         return i + 1
 
     def run() -> Any:
-        with deferring() as deferred:
+        with DeferredAssignments() as deferred:
             count.assign(10.0)
             tf.while_loop(lambda i: i < 3, body, [0])
             after = tf.convert_to_tensor(count)
@@ -218,7 +218,7 @@ def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() ->
     weight, state = keras.Variable(3.0), keras.Variable(2.0, trainable=False)
 
     def run() -> Any:
-        with tf.GradientTape() as tape, deferring():
+        with tf.GradientTape() as tape, DeferredAssignments():
             weight.assign(weight * 2.0)
             state.assign(state * weight)
             loss = weight * weight * state

@@ -21,19 +21,15 @@ BATCH = X[:7]
 
 def step_of(
     replicas: int = 2,
-    logged: str = "right",
     guard: Callable[[Any], Any] = lambda batch: tf.no_op(),
     name: str | None = None,
     **options: Any,
 ) -> Any:
-    """A step that predicts the first column, and logs the sum of some predictions by this name."""
+    """A step that predicts the first column."""
 
     def forward(model: Any, batch: Any, training: bool) -> Any:
         with tf.control_dependencies([guard(batch)]):
-            y = model(batch, training=training)
-            loss = tmg.loss_sum("mse", batch[:, :1], y)
-        some = tf.cast(y > 0, tf.float32)
-        return loss, {logged: (tf.reduce_sum(y * some), tf.reduce_sum(some))}
+            return tmg.loss_sum("mse", batch[:, :1], model(batch, training=training))
 
     def build() -> keras.Model:
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name=name)
@@ -49,10 +45,10 @@ def counts(*steps: Any) -> list[int]:
 # Fails if a layer that is frozen between calls trains on, or a skipped step skips the other one.
 def test_a_frozen_layer_stays_and_an_overflow_skips_its_step_alone() -> None:
     steps = [step_of(loss_scale=2.0**127, verify=False), step_of(verify=False)]
-    chain = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))
+    chain = tmg.chain_steps(*steps, names=("a", "b"))
     before = [step.model.get_weights()[0] for step in steps]
     logs = chain(100 * BATCH)
-    assert (float(logs["a_skipped"]), float(logs["b_skipped"])) == (2.0, 0.0)
+    assert (float(logs["a_skipped"]), float(logs["b_skipped"])) == (1.0, 0.0)
     np.testing.assert_array_equal(steps[0].model.get_weights()[0], before[0])
     assert counts(*steps) == [0, 1]
     kernel = steps[1].model.get_weights()[0]
@@ -91,10 +87,13 @@ def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told(
     first, second = step_of(1, name="critic"), step_of(1, name="generator")
     assert list(tmg.chain_steps(first, second).steps) == ["critic", "generator"]
     assert list(tmg.chain_steps(first, first).steps) == ["step1", "step2"]
-    chain = tmg.chain_steps(step_of(1, "b_value"), step_of(1, "value"), names=("a", "a_b"))
-    told = r"\['a_b_value', .* from the step 'a_b' and from one before"
-    with pytest.raises(ValueError, match=told):
-        chain(X)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, {name: keras.layers.Dense(3)(inputs) for name in ("b", "c")})
+    two = tmg.make_train_step(model, keras.optimizers.SGD(), dict.fromkeys("bc", "mse"))
+    forward = lambda model, batch, _: tmg.loss_sum("mse", batch[0], model(batch[0]))  # noqa: E731
+    one = tmg.make_train_step(first.model, keras.optimizers.SGD(), None, forward=forward)
+    with pytest.raises(ValueError, match=r"\['a_b_loss', .* 'a_b' and from one before"):
+        tmg.chain_steps(two, one, names=("a", "a_b"))((X, dict.fromkeys("bc", X)))
 
 
 def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
@@ -103,10 +102,8 @@ def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
         (([first, second],), {}, TypeError, "['list'] for 1 strategies. Write tmg.chain_steps(d"),
         ((), {}, TypeError, "at least one, all for one strategy. Received: []"),
         ((first, step_of(2)), {}, TypeError, "for 2 strategies"),
-        (steps, {"times": (5, 0)}, ValueError, "times must be a whole number, at least 1"),
-        (steps, {"times": (5,)}, ValueError, "times=(5,) for 2 step(s)"),
         (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
-        (steps, {"names": ("d", "d")}, ValueError, "one name, another one, and one number"),
+        (steps, {"names": ("d", "d")}, ValueError, "one name, another one, for each"),
     ):
         with pytest.raises(kind, match=re.escape(text)):
             tmg.chain_steps(*arguments, **options)
@@ -114,7 +111,7 @@ def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
 
 def test_a_chain_is_profiled_and_explained() -> None:
     steps = [step_of(name="critic"), step_of(name="generator")]
-    chain = tmg.chain_steps(*steps, times=(2, 1))
+    chain = tmg.chain_steps(steps[0], *steps)
     data = tmg.distribute_dataset(X, steps[0].strategy, batch_size=8)
     profile = tmg.tuning.profile_step(chain, data, steps=2)
     critic, generator = counts(*steps)

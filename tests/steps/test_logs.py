@@ -1,4 +1,4 @@
-"""What a step logs, of ``forward`` and of metrics, and which variables of several models it trains.
+"""Losses of ``forward``, what metrics see, and which variables of several models a step trains.
 
 Metrics of Keras are in tests/invariance/test_metric_results.py; those that wait for shapes to make
 their variables in tests/loops/test_epochs.py; in a forward: promises/test_metrics_in_forward.py.
@@ -41,46 +41,36 @@ def sgd() -> Any:
 def forward(both: Any, batch: Any, training: bool) -> Any:
     code = both.encoder(batch, training=training)
     error = tmg.loss_sum("mse", batch, both.decoder(code, training=training))
-    size = tf.reduce_sum(code**2, -1)
-    large = tf.cast(size > 1, tf.float32)
-    return tmg.LossSum(error.sum + tf.reduce_sum(size), error.weight), {
-        "size": (tf.reduce_sum(size), error.weight),
-        "size_of_large": (tf.reduce_sum(size * large), tf.reduce_sum(large)),
-    }
+    return tmg.LossSum(error.sum + tf.reduce_sum(code**2), error.weight)
 
 
 @functools.cache
-def by_hand(chosen: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns loss and values of each batch, and the weights, of a loop without code of ours."""
+def by_hand(chosen: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[list[float], list[np.ndarray]]:
+    """Returns the loss of each batch, and the weights, of a loop without code of ours."""
     run = Replicated(1, Both, sgd, None, forward=forward)  # Its model, not its step.
-    both, optimizer, logs = run.model, run.optimizer, []
+    both, optimizer, losses = run.model, run.optimizer, []
     trained = [both.weights[i] for i in chosen]
     for batch in BATCHES:
         with tf.GradientTape() as tape:
             code = both.encoder(batch)
-            size = tf.reduce_sum(code**2, -1)
             error = tf.reduce_mean((batch - both.decoder(code)) ** 2)
-            loss = error + tf.reduce_mean(size)
+            loss = error + tf.reduce_mean(tf.reduce_sum(code**2, -1))
         optimizer.apply(tape.gradient(loss, trained), trained)
-        large = size[size > 1]
-        logs.append([loss, tf.reduce_mean(size), tf.reduce_sum(large), len(large)])
-    return np.array(logs, "float32"), both.get_weights()
+        losses.append(float(loss))
+    return losses, both.get_weights()
 
 
-# Fails if a value of the logs is divided before it is added, by another weight, or once a replica.
-# Over many batches, also of a validation: tests/loops/test_fit_programs.py.
+# Fails if the loss is divided before it is added, by another weight, or once a replica.
 @pytest.mark.parametrize(
     ("replicas", "options"), [(1, {"jit_compile": True}), (3, {"micro_batches": 2})]
 )
-def test_values_and_weights_are_those_of_one_device(replicas: int, options: Any) -> None:
+def test_losses_and_weights_are_those_of_one_device(replicas: int, options: Any) -> None:
     run = Replicated(replicas, Both, sgd, None, forward=forward, **options)
-    expected, weights = by_hand()
-    for batch, (loss, size, large, count) in zip(BATCHES, expected, strict=True):
+    losses, weights = by_hand()
+    for batch, loss in zip(BATCHES, losses, strict=True):
         logs = plain(run.step(batch))
-        found = [logs[name] for name in ("loss", "size", "size_of_large")]
-        np.testing.assert_allclose(found, [loss, size, large / max(count, 1)], rtol=1e-5)
-        assert logs["weight"] == logs["size_weight"] == len(batch)
-        assert logs["size_of_large_weight"] == count
+        np.testing.assert_allclose(logs["loss"], loss, rtol=1e-5)
+        assert logs["weight"] == len(batch)
     assert difference(run.model.get_weights(), weights) <= 1e-6
 
 
@@ -114,11 +104,7 @@ def test_what_a_forward_may_not_return_and_what_several_models_need() -> None:
     for returned, text in (
         (tf.constant(1.0), r"returns a sum .* Received: .*Tensor.*\. Return tmg\.loss_sum"),
         (tmg.LossSum(tf.ones([2]), 2), r"Received: LossSum.*shape=\(2,\)"),
-        ((loss, {"size": 1.0}), "Received: 1.0 for 'size'"),
-        ((loss, {"loss": (1.0, 1.0)}), "A step or a validation logs 'loss' itself"),
-        ((loss, {"size_weight": (1.0, 1.0)}), "logs 'size_weight' itself"),
-        ((loss, {"val_size": (1.0, 1.0)}), "logs 'val_size' itself"),
-        ((loss, {"size": (tf.ones([2]), 1.0)}), r"shape=\(2,\).* for 'size'"),
+        ((loss, {"size": (1.0, 1.0)}), r"Received: \(LossSum.* keras\.metrics\.Mean in it"),
     ):
         wrong = lambda model, batch, training, returned=returned: returned  # noqa: E731
         with pytest.raises(LossError, match=text):

@@ -65,7 +65,6 @@ class LossTerm:
     name: str | None = None  # The output.
     factor: float = 1.0  # The loss weight of the output.
     added: bool = False  # Whether a layer added it, by ``add_loss``.
-    logged: bool = False  # Whether it is a value for the logs alone.
 
 
 def loss_sum(

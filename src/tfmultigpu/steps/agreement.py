@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -89,8 +90,6 @@ def describe(value: Any) -> str:
 
 def _config(value: Any) -> Any:
     """The configuration of an object; None if it has none that can be had."""
-    import keras
-
     if dataclasses.is_dataclass(value):  # A loss and its weights.
         return describe(vars(value))
     # The configuration leaves out what some losses were made with, as the delta of Huber.

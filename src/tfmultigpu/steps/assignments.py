@@ -1,36 +1,92 @@
 """Deferred assignments: a step that fails leaves all variables unchanged.
 
 Layers, random draws and metrics assign variables before it is known whether the step succeeds.
-Inside ``deferring`` a Keras variable is not assigned. Code that reads it on this replica finds the
+Inside the scope a Keras variable is not assigned. Code that reads it on this replica finds the
 new value, and the step assigns that after everything that can fail has succeeded.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
-def deferring(before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> Any:
+class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]
     """Defers the assignments of Keras variables on this thread; enter it in replica context.
 
     It may be entered again. An inner graph is the body of a loop, a branch of ``tf.cond`` or a
     ``tf.function`` of a layer. Its values do not exist outside, so there a variable is assigned at
     once, after any value deferred for it.
 
-    Args:
-        before: Variables and the values that they seem to have.
-        counts: Whether metrics are updated, a bool or a bool scalar.
-
-    Returns:
-        A context. Its ``variables`` are those assigned, in order; ``current(variable)`` is the
-        value last assigned to one, or its own.
+    Attributes:
+        variables: Those assigned, in order.
     """
-    return _scope_class()(before, counts)
+
+    def __init__(self, before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> None:
+        """Takes the values that variables seem to have, and whether metrics are updated."""
+        super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
+        self.variables: list[Any] = []
+        self._before = list(before)  # Keeps the variables alive, so ids stay unique.
+        self._values = {id(variable): value for variable, value in self._before}
+        self._counts = counts
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def current(self, variable: Any) -> tf.Tensor:
+        """Returns the value last assigned to a variable, or its own."""
+        value = self._values.get(id(variable))
+        return tf.convert_to_tensor(variable.value if value is None else value)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Takes an assignment."""
+        variable, value = update
+        is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
+        if is_metric and self._counts is not True:
+            old = self.current(variable)
+            value = tf.where(self._counts, tf.cast(value, old.dtype), old)
+        if self._in_inner_graph():
+            self._assign_at_once(variable)
+            with self._left():
+                variable.assign(value)
+        else:
+            # A gradient stops at the variable, as for a real assignment.
+            self._values[id(variable)] = tf.stop_gradient(value)
+        if all(variable is not known for known in self.variables):
+            self.variables.append(variable)
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Returns what Keras reads of a variable."""
+        # A loop body must find the value that its last iteration assigned.
+        if self._in_inner_graph() and not variable.trainable:
+            self._assign_at_once(variable)
+        value = self._values.get(id(variable))
+        with self._left():
+            own = variable.value
+        if value is None:
+            return own
+        return _with_gradient_of(own, value) if variable.trainable else value
+
+    def _in_inner_graph(self) -> bool:
+        return tf.compat.v1.get_default_graph() is not self._graph
+
+    def _assign_at_once(self, variable: Any) -> None:
+        """Assigns the deferred value of a variable in the graph that has it."""
+        value = self._values.pop(id(variable), None)
+        if value is not None:
+            with self._graph.as_default(), self._left():
+                variable.assign(value)
+
+    @contextmanager
+    def _left(self) -> Iterator[None]:
+        """Leaves the scope for a while, in which Keras would not assign."""
+        super().__exit__()
+        try:
+            yield
+        finally:
+            super().__enter__()
 
 
 def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:
@@ -39,74 +95,6 @@ def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
             variable.assign(tf.identity(value))
-
-
-@functools.cache
-def _scope_class() -> Any:
-    import keras
-
-    class DeferringScope(keras.StatelessScope):  # type: ignore[misc]
-        """Keras scope in which layers and metrics do not assign."""
-
-        def __init__(self, before: Iterable[tuple[Any, Any]], counts: Any) -> None:
-            super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
-            self.variables: list[Any] = []
-            self._before = list(before)  # Keeps the variables alive, so ids stay unique.
-            self._values = {id(variable): value for variable, value in self._before}
-            self._counts = counts
-            self._graph = tf.compat.v1.get_default_graph()
-
-        def current(self, variable: Any) -> tf.Tensor:
-            value = self._values.get(id(variable))
-            return tf.convert_to_tensor(variable.value if value is None else value)
-
-        def add_update(self, update: tuple[Any, Any]) -> None:
-            variable, value = update
-            is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
-            if is_metric and self._counts is not True:
-                old = self.current(variable)
-                value = tf.where(self._counts, tf.cast(value, old.dtype), old)
-            if self._in_inner_graph():
-                self._assign_at_once(variable)
-                with self._left():
-                    variable.assign(value)
-            else:
-                # A gradient stops at the variable, as for a real assignment.
-                self._values[id(variable)] = tf.stop_gradient(value)
-            if all(variable is not known for known in self.variables):
-                self.variables.append(variable)
-
-        def get_current_value(self, variable: Any) -> Any:
-            # A loop body must find the value that its last iteration assigned.
-            if self._in_inner_graph() and not variable.trainable:
-                self._assign_at_once(variable)
-            value = self._values.get(id(variable))
-            with self._left():
-                own = variable.value
-            if value is None:
-                return own
-            return _with_gradient_of(own, value) if variable.trainable else value
-
-        def _in_inner_graph(self) -> bool:
-            return tf.compat.v1.get_default_graph() is not self._graph
-
-        def _assign_at_once(self, variable: Any) -> None:
-            """Assigns the deferred value of a variable in the graph that has it."""
-            value = self._values.pop(id(variable), None)
-            if value is not None:
-                with self._graph.as_default(), self._left():
-                    variable.assign(value)
-
-        @contextmanager
-        def _left(self) -> Iterator[None]:
-            """Leaves the scope for a while, in which Keras would not assign."""
-            super().__exit__()
-            try:
-                yield
-            finally:
-                super().__enter__()
-
-    return DeferringScope
 
 
 def _with_gradient_of(own: Any, value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -37,8 +38,6 @@ def synchronize_batch_norm(model: Any) -> Any:
         >>> tmg.synchronize_batch_norm(model).layers[0].synchronized
         True
     """
-    import keras
-
     check_backend()
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(

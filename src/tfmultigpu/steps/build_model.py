@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import unpack_batch
@@ -18,8 +19,6 @@ def is_built(model: Any) -> bool:
 
 def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
-    import keras
-
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
     if not is_built(model) and (has_call or not model.variables):
@@ -38,7 +37,6 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
 
 def symbolic(specs: Any) -> Any:
     """Returns symbolic tensors of Keras for type specs, to run a model on shapes alone."""
-    import keras
 
     def tensor(spec: Any) -> Any:
         sparse = isinstance(spec, tf.SparseTensorSpec)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.steps.features import Shards
-from tfmultigpu.steps.program import Batch, Program
-from tfmultigpu.steps.step import Trained, TrainStep
+from tfmultigpu.steps.features import Batch, Shards
+from tfmultigpu.steps.program import Program
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of
 from tfmultigpu.steps.trace import noting_effects
 
 
-def chain_steps(
-    *steps: TrainStep, names: Sequence[str] | None = None, times: Sequence[int] | None = None
-) -> ChainedStep:
+def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
     """Makes one step of several train steps, which take each batch in turn.
 
     Each step sees the weights that the step before it has left. If a step raises, it has changed
@@ -25,20 +21,17 @@ def chain_steps(
 
     Args:
         *steps: Steps of ``make_train_step`` for the same strategy, such as those of a discriminator
-            and a generator.
+            and a generator; one that takes each batch several times is there as often.
         names: A name for each step, which its logs begin with; None means the names of the
             models, or ``"step1"``, ``"step2"`` if these are not different.
-        times: How many times each step takes a batch, such as ``(5, 1)``; None means once.
 
     Returns:
         A step like that of ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are
-        those of each step, as ``"NAME_loss"``. If a step takes a batch several times, its losses
-        are means over them, weights and ``"NAME_skipped"`` are sums, and the rest is that of the
-        last time.
+        those of each step, as ``"NAME_loss"``.
 
     Raises:
         TypeError: Something is not a train step, there are none, or they have several strategies.
-        ValueError: There is another number of names or times, or a name is given twice.
+        ValueError: There is another number of names, or a name is given twice.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -59,15 +52,12 @@ def chain_steps(
     numbered = tuple(f"step{number}" for number in range(1, len(steps) + 1))
     own = tuple(str(step.model.name) for step in steps)
     chosen = tuple(names or (own if len(set(own)) == len(own) else numbered))
-    listed = times if isinstance(times, Sequence) else [1 if times is None else times] * len(steps)
-    counts = [check_count("times", count) for count in listed]
-    if not len(set(chosen)) == len(chosen) == len(counts) == len(steps):
+    if not len(set(chosen)) == len(chosen) == len(steps):
         raise ValueError(
-            "There is one name, another one, and one number of times for each step. Received: "
-            f"names={names!r} and times={times!r} for {len(steps)} step(s). Write "
-            f"names={numbered}, times={(1,) * len(steps)}."
+            "There is one name, another one, for each step. Received: "
+            f"names={names!r} for {len(steps)} step(s). Write names={numbered}."
         )
-    return ChainedStep(dict(zip(chosen, steps, strict=True)), counts)
+    return ChainedStep(dict(zip(chosen, steps, strict=True)))
 
 
 class ChainedStep(Program):
@@ -75,24 +65,23 @@ class ChainedStep(Program):
 
     Attributes:
         steps: The steps by name, in order.
-        times: How many times each takes a batch.
     """
 
-    def __init__(self, steps: Mapping[str, TrainStep], times: Sequence[int]) -> None:
+    def __init__(self, steps: Mapping[str, TrainStep]) -> None:
         """Use ``chain_steps``, which checks what it is given."""
-        self.steps, self.times, self.names = dict(steps), tuple(times), tuple(steps)
+        self.steps, self.names = dict(steps), tuple(steps)
         super().__init__(next(iter(self.steps.values())).strategy)
-        metrics = {id(metric): metric for s in self.steps.values() for metric in s.metrics}
+        metrics = {id(metric): metric for step in self.train_steps for metric in step.metrics}
         self.metrics = tuple(metrics.values())
 
     @property
-    def trained(self) -> tuple[Trained, ...]:
-        """The trained models with their optimizers and variables."""
-        return tuple(part for step in self.steps.values() for part in step.trained)
+    def train_steps(self) -> tuple[TrainStep, ...]:
+        """The steps, each once."""
+        return tuple(dict.fromkeys(self.steps.values()))
 
     def changed_variables(self) -> list[Any]:
         """Returns the variables that the steps change."""
-        return [v for step in self.steps.values() for v in step.changed_variables()]
+        return [v for step in self.train_steps for v in step.changed_variables()]
 
     @property
     def verification(self) -> dict[str, Any]:
@@ -101,27 +90,24 @@ class ChainedStep(Program):
 
     def key(self) -> Hashable:
         """Returns the keys of the steps."""
-        keys = tuple(step.key() for step in self.steps.values())
+        keys = tuple(step.key() for step in self.train_steps)
         return None if None in keys else keys
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Prepares each step."""
-        for step in self.steps.values():
+        for step in self.train_steps:
             step.settle(spec)
 
     @property
     def watches(self) -> bool:
         """True if a step is to be called by itself, to be verified."""
-        return any(step.watches for step in self.steps.values())
+        return any(step.watches for step in self.train_steps)
 
     def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         """Runs one batch; if a step is to be verified, each step by itself."""
         if not self.watches:
             return super().call(batch)
-        tallies = {
-            name: _sum([step.call(batch)[1][""] for _ in range(times)])
-            for (name, step), times in zip(self.steps.items(), self.times, strict=True)
-        }
+        tallies = {name: step.call(batch)[1][""] for name, step in self.steps.items()}
         logs = logs_of(tallies)
         del logs["steps"]
         return logs, tallies
@@ -129,20 +115,12 @@ class ChainedStep(Program):
     def compute(self, shards: Shards) -> dict[str, Tally]:
         """Runs the steps on a batch; traced."""
         tallies: dict[str, Tally] = {}
-        for (name, step), times in zip(self.steps.items(), self.times, strict=True):
-            each = []
-            for _ in range(times):
-                with noting_effects() as effects:
-                    each.append(step.compute(shards)[""])
-                # Steps of other variables would run at the same time: if one failed, TensorFlow
-                # would break off the update of the other. ``tf.control_dependencies`` does not
-                # reach the threads of replicas, so the rows wait.
-                local = [with_dependencies(effects, rows) for rows in shards.local]
-                shards = shards._replace(local=local)
-            tallies[name] = _sum(each)
+        for name, step in self.steps.items():
+            with noting_effects() as effects:
+                tallies[name] = step.compute(shards)[""]
+            # Steps of other variables would run at the same time: if one failed, TensorFlow would
+            # break off the update of the other. ``tf.control_dependencies`` does not reach the
+            # threads of replicas, so the rows wait.
+            local = [with_dependencies(effects, rows) for rows in shards.local]
+            shards = shards._replace(local=local)
         return tallies
-
-
-def _sum(tallies: Sequence[Tally]) -> Tally:
-    """Returns the tally of several steps on one batch as that of one step."""
-    return functools.reduce(Tally.__add__, tallies).repeated(len(tallies))

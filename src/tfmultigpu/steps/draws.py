@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -83,8 +84,6 @@ class GlobalSeeds:
         return bool(self._strategy.extended.variable_created_in_scope(state))
 
     def _make(self, original: Any) -> Any:
-        import keras
-
         with self._strategy.scope():
             if self.generator is None:
                 return original()

@@ -10,7 +10,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
-from tfmultigpu.steps.assignments import assign, deferring
+from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.features import Feature, Pass, Rows, Shards
 from tfmultigpu.steps.objective import Forward, regularization, stack
 from tfmultigpu.steps.outputs import StepMetrics
@@ -74,7 +74,7 @@ class EvalStep(Program):
         return Tally.of_step(layout, *layout.unstack(stats), penalty, shards.total), passes
 
     def _replica(self, shard: Any, rows: Rows, *_: Any) -> Pass:
-        with self.tracing_model(rows), deferring((), rows.counts()) as deferred:
+        with self.tracing_model(rows), DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self._metrics.update(outputs)
         self.trace.note(Layout.of(terms, trains=False), (), deferred.variables)
@@ -103,7 +103,7 @@ class PredictStep(Program):
 
         def predict(shard: Any, rows: Rows, *_: Any) -> Any:
             # A metric in a layer counts the rows of a small batch once, not once per copy.
-            with self.tracing_model(rows), deferring((), rows.counts()) as deferred:
+            with self.tracing_model(rows), DeferredAssignments((), rows.counts()) as deferred:
                 outputs = self.model(unpack_batch(shard)[0], training=False)
             variables = deferred.variables
             assign(variables, [deferred.current(variable) for variable in variables], [])

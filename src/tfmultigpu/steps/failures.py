@@ -41,7 +41,7 @@ def explaining_failures(
             raise
         raise explained from error
     except ValueError as error:
-        if "shape" in str(error):  # Keras' check of the input of a layer.
+        if type(error) is ValueError and "shape" in str(error):  # Of Keras, for a layer's input.
             error.add_note("Of single examples make a batch: dataset.batch(global_batch_size).")
         raise
 

@@ -154,8 +154,9 @@ class Gradient(NamedTuple):
 
 Phase = Callable[[Shards], list[Pass]]  # Cross-replica: a Pass for each replica of this process.
 Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, total) -> Pass.
-# Python: from a ``program.Batch`` to the logs, and the tally of each step of a chain.
-Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
+Batch = tuple[Any, list[list[Any]], Any]  # A structure, the leaves of each shard, and offsets.
+# Python: from a batch to the logs, and the tally of each step of a chain.
+Call = Callable[[Batch], "tuple[dict[str, Any], Tallies]"]
 
 
 class Feature:

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
@@ -159,13 +160,7 @@ def _among_zeros(here: Rows, tensor: Any) -> Any:
         with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):
             edges = tf.stack([first, total - first - size])
         paddings = tf.concat([edges[None], tf.zeros([rank - 1, 2], tf.int32)], 0)
-    padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)
+    dtype = sum_dtype(tensor.dtype) if tensor.dtype.is_floating else tf.int64
+    padded = tf.pad(tf.cast(tensor, dtype), paddings)
     padded.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
     return padded
-
-
-def _wire_dtype(dtype: tf.DType) -> tf.DType:
-    """A dtype that every strategy adds, and in which gradients are added without loss."""
-    if dtype.is_floating:
-        return dtype if dtype.size >= 4 else tf.float32
-    return tf.int64

@@ -49,8 +49,7 @@ def make_train_step(
         micro_batches: Into how many parts each replica's shard is cut, to save memory. Layers that
             look at a whole batch (BatchNormalization) or count calls see each part. Of a number
             for each replica all take the largest.
-        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say, or ``loss,
-            {"name": (sum, weight)}`` with values for the logs.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
@@ -113,10 +112,10 @@ def make_train_step(
         Draws(by_xla=jit_compile),
         LossScaling(loss_scale),
         *([] if clip_norm is None else [ClipByNorm(clip_norm)]),
+        *features,
     ]
-    every = _features(strategy, own, features, verify, in_parts=parts > 1)
     return TrainStep(
-        passes, optimizer, strategy, every,
+        passes, optimizer, strategy, _features(strategy, own, verify),
         metrics=metrics, shard_update=shard_update, settings=settings,
     )  # fmt: skip
 
@@ -129,7 +128,6 @@ def make_eval_step(
     metrics: Any = (),
     forward: Any = None,
     verify: Verify = "first",
-    features: Sequence[Feature] = (),
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
 
@@ -140,7 +138,6 @@ def make_eval_step(
         metrics: Keras metrics.
         forward: A forward pass of one's own.
         verify: ``"first"``, True or False.
-        features: Further features.
 
     Returns:
         The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
@@ -161,7 +158,7 @@ def make_eval_step(
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
-    parts = _features(strategy, [Draws()], features, verify)
+    parts = _features(strategy, [Draws()], verify)
     return EvalStep(passes, strategy, parts, metrics=metrics)
 
 
@@ -170,7 +167,6 @@ def make_predict_step(
     strategy: Strategy | None = None,
     *,
     verify: Verify = "first",
-    features: Sequence[Feature] = (),
 ) -> PredictStep:
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
@@ -178,7 +174,6 @@ def make_predict_step(
         model: The model; this and all that follows as for ``make_train_step``.
         strategy: The strategy.
         verify: ``"first"``, True or False; predictions are compared row by row.
-        features: Further features.
 
     Returns:
         The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
@@ -196,7 +191,7 @@ def make_predict_step(
     check_backend()
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
-    return PredictStep(model, strategy, _features(strategy, [Draws()], features, verify))
+    return PredictStep(model, strategy, _features(strategy, [Draws()], verify))
 
 
 def check_verify(verify: Any) -> None:
@@ -207,14 +202,13 @@ def check_verify(verify: Any) -> None:
         )
 
 
-def _features(
-    strategy: Any, own: list[Feature], users: Any, verify: Verify, *, in_parts: bool = False
-) -> list[Feature]:
+def _features(strategy: Any, own: list[Feature], verify: Verify) -> list[Feature]:
     """Returns the features of a step, in their order."""
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.
-    parts = [*(make() for make in getattr(strategy, "tfmultigpu_features", ())), *own, *users]
-    if verify and (strategy.num_replicas_in_sync > 1 or in_parts):
+    parts = [*(make() for make in getattr(strategy, "tfmultigpu_features", ())), *own]
+    is_cut = strategy.num_replicas_in_sync > 1 or any(isinstance(f, MicroBatches) for f in own)
+    if verify and is_cut:
         from tfmultigpu.addons.verification import Verify as VerifySteps
 
         parts.append(VerifySteps(verify))

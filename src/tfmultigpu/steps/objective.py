@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
@@ -84,7 +85,7 @@ class Forward:
         outputs: list[Output] = []
         with self._recording_added_losses() as added:
             if self.forward is not None:
-                terms = _terms_of_forward(self.forward(self.model, shard, training))
+                terms = [_term_of_forward(self.forward(self.model, shard, training))]
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -101,8 +102,6 @@ class Forward:
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
         and read each other's losses. A ``forward`` that reads it is told.
         """
-        import keras
-
         # The model may be a weak reference, of which a bound method has the object itself.
         own = {id(layer) for layer in all_layers(self.model.add_loss.__self__)}
         added: list[Any] = []
@@ -213,26 +212,15 @@ def _term_of_added(value: Any, rows: Any) -> LossTerm:
     return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)
 
 
-def _terms_of_forward(result: Any) -> list[LossTerm]:
-    """Returns the loss that ``forward`` returned, and the values for the logs beside it."""
-    values: Any = {}
-    if type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping):
-        result, values = result
-    terms = []
-    for name, value in {"": result, **values}.items():
-        is_pair = isinstance(value, tuple if name else LossSum) and len(value) == 2
-        if not is_pair or tf.convert_to_tensor(value[0]).shape.rank != 0:
-            raise LossError(
-                "forward returns a sum over its rows and the weight that divides it, so that "
-                f"replicas can be added. Received: {value!r}{name and f' for {name!r}'}. Return "
-                "tmg.loss_sum(loss, y_true, y_pred) or tmg.LossSum(tf.reduce_sum(values), count); "
-                'for the logs, return loss, {"name": (tf.reduce_sum(values), count)}.'
-            )
-        wide = not name and tf.convert_to_tensor(value[0]).dtype == tf.float64
-        # Half precision cannot count many rows.
-        total, weight = (tf.cast(part, tf.float64 if wide else tf.float32) for part in value)
-        if name:
-            total, weight = tf.stop_gradient(total), tf.stop_gradient(weight)
-        fixed = is_fixed(value[1])
-        terms.append(LossTerm(total, weight, fixed=fixed, name=name or None, logged=bool(name)))
-    return terms
+def _term_of_forward(result: Any) -> LossTerm:
+    if not isinstance(result, LossSum) or tf.convert_to_tensor(result.sum).shape.rank != 0:
+        raise LossError(
+            "forward returns a sum over its rows and the weight that divides it, so that replicas "
+            f"can be added. Received: {result!r}. Return tmg.loss_sum(loss, y_true, y_pred) or "
+            "tmg.LossSum(tf.reduce_sum(values), count). For the logs of fit update a "
+            "keras.metrics.Mean in it, an attribute of the model."
+        )
+    # Half precision cannot count many rows.
+    wide = tf.float64 if tf.convert_to_tensor(result.sum).dtype == tf.float64 else tf.float32
+    total, weight = (tf.cast(part, wide) for part in result)
+    return LossTerm(total, weight, fixed=is_fixed(result.weight))

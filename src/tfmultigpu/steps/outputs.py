@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -141,8 +142,6 @@ class StepMetrics:
 
 
 def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
-    import keras
-
     takes_labels = isinstance(metric, keras.metrics.Metric)
     try:
         inspect.signature(metric.update_state).bind("y_true", "y_pred")

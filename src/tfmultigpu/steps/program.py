@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -25,15 +26,14 @@ from tfmultigpu.steps.batches import BatchFunction, check_called_from
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features import Call, Feature, Pass, Phase, Replica, Rows, Shards
+from tfmultigpu.steps.features import Batch, Call, Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.steps.global_rows import GATHERED, standing_at
-from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
+from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Any], Any]]
-# One batch for a compiled function: a structure, the leaves of each shard, and offsets or None.
-Batch = tuple[Any, list[list[Any]], Any]
+_ANY_SHAPE: Any = None  # Of a tally, whose vectors are scalars of no step.
 
 
 class Program:
@@ -42,6 +42,8 @@ class Program:
     Attributes:
         names: The names of its tallies; ``("",)`` of a program that is not a chain.
         layouts: What the numbers of each tally are; known once traced.
+        function: The traces of a batch.
+        functions: The same by what was trained and synchronized, which ``key`` returns.
     """
 
     names: tuple[str, ...] = ("",)
@@ -53,11 +55,11 @@ class Program:
         self.strategy, self.features = strategy, tuple(features)
         self.layouts: Mapping[str, Layout] = {}
         self._callers = [f for f in features if type(f).around_call is not Feature.around_call]
-        self._functions: dict[Hashable, BatchFunction] = {}
+        self.functions: dict[Hashable, BatchFunction] = {}
         self._loops: list[tuple[Any, Any, float]] = []
         self._length = CallLength(strategy)
         self._key: Hashable = None
-        self._function: BatchFunction = BatchFunction(self._trace, strategy)
+        self.function: BatchFunction = BatchFunction(self._trace, strategy)
 
     @property
     def verification(self) -> Any:
@@ -82,10 +84,10 @@ class Program:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
         if more:
             raise TypeError(f"A step takes one batch, not {1 + len(more)}. Write step((x, y)).")
-        self.settle(lambda: self._function.spec_of(batch))
+        self.settle(lambda: self.function.spec_of(batch))
         if tf.inside_function():
-            return self._function(batch)[0]
-        return self.call((batch, *self._function.parts_of(batch)))[0]
+            return self.function(batch)[0]
+        return self.call((batch, *self.function.parts_of(batch)))[0]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
@@ -103,12 +105,7 @@ class Program:
             DataError: It is another iterator, or for another strategy; or a batch has no rows.
             ValueError: ``steps`` is less than 1.
         """
-        return self._looped(iterator, steps)[0]
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def totals(self, iterator: Any, steps: int) -> Tallies:
-        """Computes up to ``steps`` batches as ``run`` does; returns sums, by the name of a step."""
-        return self._looped(iterator, steps)[1]
+        return self.looped(iterator, steps)[0]
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Takes in what a trace depends on; called before each step."""
@@ -117,12 +114,7 @@ class Program:
         self.prepare(spec)
         self._key = self.key()
         new = BatchFunction(self._trace, self.strategy)
-        self._function = self._functions.setdefault(self._key, new)
-
-    @property
-    def kinds(self) -> int:
-        """How many sets of layers were trained and synchronized, each with its traces."""
-        return len(self._functions)
+        self.function = self.functions.setdefault(self._key, new)
 
     # For what ``compute`` does on replicas ----------------------------------------------------
 
@@ -184,10 +176,6 @@ class Program:
         """True if a feature does something around a call, which a loop cannot."""
         return self._around() != self._run
 
-    def compiled(self, batch: Batch) -> Any:
-        """Returns the concrete function of ``traced`` for a batch, and its arguments."""
-        return self._function.compiled(*batch)
-
     def _around(self) -> Call:
         call: Call = self._run
         for feature in self._callers:
@@ -195,7 +183,7 @@ class Program:
         return call
 
     def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
-        logs, vectors = self._function.run(*batch)
+        logs, vectors = self.function.run(*batch)
         return logs, self._tallies(vectors)
 
     def traced(self, shards: Shards) -> Any:
@@ -220,11 +208,13 @@ class Program:
 
     # Many batches -------------------------------------------------------------------------------
 
-    def _looped(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+    def looped(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+        """Returns what ``run`` does, and the tallies behind it."""
         source, key, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
-        done: Tallies = {name: nothing() for name in self.names}
+        zero = tf.zeros([], tf.float64)
+        done: Tallies = {name: Tally(None, zero, zero) for name in self.names}
         inside, ran = tf.inside_function(), 0
         while inside or ran < steps:
             if not inside and self.watches:
@@ -238,13 +228,14 @@ class Program:
             run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
             # Ctrl-C is heard between calls.
             asked = steps if inside else min(most, int(steps) - ran, self._length.steps)
-            with explaining_failures(self.strategy), self._length.measuring() as note:
+            began = time.perf_counter()
+            with explaining_failures(self.strategy):
                 logs, vectors = run(source, tf.cast(asked, tf.int64), *_vectors(done))
                 done, before = self._tallies(vectors), ran
                 if inside or ran + asked == steps:  # Reading logs waits for a GPU.
                     return dict(logs), done
                 ran = int(logs["steps"])
-                note(ran - before)
+                self._length.note(ran - before, began)
             if ran - before < asked:
                 return dict(logs), done
         return logs_of(done), done
@@ -261,7 +252,7 @@ class Program:
         if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
             check_count("steps", steps, error=ValueError)
         if not isinstance(iterator, ShardIterator):
-            return iterator, structure_of(iterator.element_spec), self._function.cut
+            return iterator, structure_of(iterator.element_spec), self.function.cut
         if iterator.cut.strategy is not self.strategy:
             raise DataError(
                 f"Received: data for {describe(iterator.cut.strategy)}; a step for "
@@ -276,7 +267,7 @@ class Program:
             if known == kind:
                 return run, most
         count = tf.TensorSpec([], tf.int64)
-        vectors = [tf.TensorSpec([None], tf.float64)] * 2 * len(self.names)
+        vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.names)
         run = self._compile(split).get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
@@ -288,7 +279,7 @@ class Program:
         return run, most
 
     def _compile(self, split: Split) -> Any:
-        function = self._function
+        function = self.function
 
         def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
             _, added = self._trace(function.shards(*split(element)))
@@ -319,7 +310,7 @@ def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tu
         lambda left, *_: left > 0,
         body,
         [left, *vectors],
-        shape_invariants=[left.shape, *[tf.TensorShape([None])] * len(vectors)],
+        shape_invariants=[left.shape, *[tf.TensorShape(_ANY_SHAPE)] * len(vectors)],
         parallel_iterations=1,
     )
     return tuple(vectors)

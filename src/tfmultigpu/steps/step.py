@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from itertools import chain, compress
+from typing import Any, Self
 
 import tensorflow as tf
 
@@ -21,7 +22,7 @@ from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
-from tfmultigpu.steps.assignments import deferring
+from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
 from tfmultigpu.steps.objective import Forward, check_weights, regularization, stack
@@ -31,14 +32,6 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace, check_gradients, noting_effects
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import ShardUpdate
-
-
-class Trained(NamedTuple):
-    """A model, its optimizer, and the variables that it updates."""
-
-    model: Any
-    optimizer: Any
-    variables: list[Any]
 
 
 class TrainStep(Program):
@@ -51,7 +44,6 @@ class TrainStep(Program):
         metrics: The Keras metrics that it updates.
         update: Who adds gradients and who updates variables: ``update.reason`` says why.
         trace: What the last trace found.
-        asked_shard_update: The option ``shard_update``.
     """
 
     forward: Forward
@@ -74,7 +66,7 @@ class TrainStep(Program):
         self.trace = Trace()
         self._metrics = StepMetrics(metrics, forward, strategy)
         self.metrics = self._metrics.all
-        self.asked_shard_update, self._settings = shard_update, Settings()
+        self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
@@ -88,21 +80,18 @@ class TrainStep(Program):
         return self.forward.trained
 
     @property
-    def trained(self) -> tuple[Trained, ...]:
-        """The trained model with its optimizer and variables, as for a chain of one step."""
-        return (Trained(self.model, self.optimizer, self.variables),)
+    def train_steps(self) -> tuple[TrainStep, ...]:
+        """The steps of a chain, each once; here the step itself."""
+        return (self,)
 
     def changed_variables(self) -> list[Any]:
-        """Returns the variables that a step changes: of model, optimizer and closures."""
-        return [*self.model.variables, *self.optimizer.variables, *self.states_beside_model()]
-
-    def states_beside_model(self) -> list[Any]:
-        """Returns what features and ``forward`` change beside models and metrics, such as seeds."""
+        """Returns what a step changes: of model, optimizer, features, and closures of forward."""
         states = [variable for feature in self.features for variable in feature.variables]
-        owners = [self.model, *self.metrics, *getattr(self.model, "metrics", ())]
-        known = {id(variable) for owner in owners for variable in owner.variables}
-        beside = [] if self.forward.forward is None else self.trace.state
-        return [*states, *(variable for variable in beside if id(variable) not in known)]
+        metrics = [*self.metrics, *getattr(self.model, "metrics", ())]
+        known = {id(v) for owner in (self.model, *metrics) for v in owner.variables}
+        beside = () if self.forward.forward is None else self.trace.state
+        closures = [variable for variable in beside if id(variable) not in known]
+        return [*self.model.variables, *self.optimizer.variables, *states, *closures]
 
     # What a trace takes in ----------------------------------------------------------------------
 
@@ -125,7 +114,7 @@ class TrainStep(Program):
             self._batch_spec = batch_spec
         if self._settings.changed(self.optimizer):
             self._version += 1
-            self._functions, self._loops = {}, []
+            self.functions, self._loops = {}, []
         self._settings.note(self.optimizer)
 
     def _build(self, batch_spec: Any) -> None:
@@ -137,7 +126,7 @@ class TrainStep(Program):
             check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
             self._unchecked = None
         self.update = choose_update(
-            self.optimizer, self.variables, self.strategy, self.asked_shard_update
+            self.optimizer, self.variables, self.strategy, self._shard_update
         )
         self._layers = all_layers(self.model)
 
@@ -174,18 +163,17 @@ class TrainStep(Program):
     def reduced(self, passes: list[Pass], shards: Shards) -> tuple[Gradient, Tally]:
         """Adds over the replicas, once, and divides, once."""
         trained, present = self.variables, self.trace.present
+        kept = [here for each in present for here in each]
         # An add-on that has added up a gradient leaves None for it on the other replicas.
-        addends = [_aligned(one, present) for one in passes]
-        owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
-        sums = self.update.add(addends, owners)
+        addends = [[*compress(chain(*one.gradients), kept), one.stats] for one in passes]
+        sums = self.update.add(addends, [*compress(trained * len(present), kept)])
         # Weights that layers assign, as SpectralNormalization does, alike on all replicas.
         new = {id(v): value for v, value in zip(self.trace.state, passes[0].state, strict=True)}
         assigned = [new.get(id(variable)) for variable in trained]
         gradient, (numbers, last) = self.update.where(
             self._finish, sums, shards.total, shards.factor, assigned
         )
-        updated = zip(trained, *present, strict=True)  # By a gradient of any target.
-        gradient = gradient._replace(variables=tuple(v for v, *here in updated if any(here)))
+        gradient = gradient._replace(variables=self.trace.updated)
         return gradient, Tally(self.trace.layout, numbers, last)
 
     def _replica(self, shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Pass:
@@ -193,7 +181,7 @@ class TrainStep(Program):
         values = [variable.value for variable in self.variables]
         before = zip(self.trace.state, state, strict=False)
         with self.tracing_model(rows), noting_effects() as effects:
-            with deferring(before, rows.counts()) as deferred, tf.GradientTape() as tape:
+            with DeferredAssignments(before, rows.counts()) as deferred, tf.GradientTape() as tape:
                 terms, outputs = self.forward(shard, training=True)
                 if not terms:
                     raise LossError(
@@ -252,7 +240,8 @@ class TrainStep(Program):
         check_gradients(trained, found)
         kept = [(g, variable) for g, variable in zip(found, trained, strict=True) if g is not None]
         norm = global_norm([g for g, _ in kept])
-        gradient = Gradient(tuple(g for g, _ in kept), norm, None, tuple(v for _, v in kept))
+        self.trace.updated = tuple(v for _, v in kept)
+        gradient = Gradient(tuple(g for g, _ in kept), norm, None, self.trace.updated)
         for feature in self.features:
             gradient = feature.on_gradient(gradient)
         tensors = tuple(
@@ -276,11 +265,6 @@ class TrainStep(Program):
             update()
         else:
             tf.cond(gradient.valid, update, tf.no_op)
-
-
-def _aligned(one: Pass, present: Sequence[Sequence[bool]]) -> list[Any]:
-    pairs = zip(one.gradients, present, strict=True)
-    return [*[g for each, here in pairs for g, h in zip(each, here, strict=True) if h], one.stats]
 
 
 def _dense(gradient: Any, shape: Any) -> tf.Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
-from tfmultigpu.errors import LossError
 
 _COUNTERS = "steps", "rows", "skipped"
 
@@ -30,13 +29,6 @@ class Layout:
     @classmethod
     def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
         """Returns the layout of the terms of one replica, which is that of all."""
-        taken = (*_COUNTERS, "loss", "weight", "gradient_norm", "loss_scale")
-        for name in (str(term.name) for term in terms if term.logged):
-            if name in taken or name.endswith("_weight") or name.startswith("val_"):
-                raise LossError(
-                    f"A step or a validation logs {name!r} itself. Received: {name!r} among the "
-                    "values of forward. Take another name."
-                )
         plain = [dataclasses.replace(term, sum=None, weight=None) for term in terms]
         return cls((*plain, LossTerm(None, None, added=True)), trains)
 
@@ -48,8 +40,7 @@ class Layout:
     @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose divisor is known only after the addition."""
-        late = [t.per_row is None and not t.fixed and not t.logged for t in self.own]
-        return [number for number, is_late in enumerate(late) if is_late]
+        return [i for i, t in enumerate(self.own) if t.per_row is None and not t.fixed]
 
     def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
         """Returns what is differentiated: one scalar per divisor, that of the known ones first.
@@ -65,8 +56,7 @@ class Layout:
                 product = product if factor is None else product * tf.cast(factor, product.dtype)
             scaled.append(term.sum * product)
         late = self.measured
-        kept = [number for number, term in enumerate(terms) if not term.logged]
-        known = [scaled[number] for number in kept if number not in late]
+        known = [target for number, target in enumerate(scaled) if number not in late]
         wide = tf.float64 if any(v.dtype == tf.float64 for v in known) else tf.float32
         total = known if len(known) < 2 else [tf.add_n([tf.cast(v, wide) for v in known])]
         return [*total, *(scaled[number] for number in late)]
@@ -90,21 +80,15 @@ class Layout:
         """
         start, count, rows = len(_COUNTERS), len(self.terms), numbers[1]
         sums, weights, of_steps = (numbers[start + i * count :][:count] for i in range(3))
-        pairs = [
-            (of_step, rows) if by_rows and not term.logged else (total, weight)
-            for term, total, weight, of_step in zip(
-                self.terms, sums, weights, of_steps, strict=True
-            )
-        ]
-        means = [_divided(*pair) for pair in pairs]
-        losses = [t.factor * m for t, m in zip(self.terms, means, strict=True) if not t.logged]
+        divided = (of_steps, [rows] * count) if by_rows else (sums, weights)
+        means = [_divided(*pair) for pair in zip(*divided, strict=True)]
+        losses = [term.factor * mean for term, mean in zip(self.terms, means, strict=True)]
         plain = self.terms[0].name is None and not self.terms[0].added
         named = {"loss": functools.reduce(operator.add, losses)}
         named["weight"] = weights[0] if plain else rows
         for term, mean, weight in zip(self.terms, means, weights, strict=True):
             if term.name is not None:
-                key = term.name if term.logged else f"{term.name}_loss"
-                named |= {key: mean, f"{term.name}_weight": weight}
+                named |= {f"{term.name}_loss": mean, f"{term.name}_weight": weight}
         return named
 
     def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
@@ -121,7 +105,9 @@ class Layout:
 
 
 class Tally(NamedTuple):
-    """Numbers of one or more steps, not yet divided: ``tally + tally`` is that of both.
+    """Numbers of steps, not yet divided: ``tally + tally`` is that of both.
+
+    Of no step they are scalar zeros, to which any others can be added.
 
     Attributes:
         sums: Steps, rows and skipped steps; then the sum of each term, the weight of each, and the
@@ -159,35 +145,22 @@ class Tally(NamedTuple):
 
     def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
         """Returns the tally of both; what is only of the last step is that of ``other``."""
-        sums = _padded(self.sums, other.sums) + other.sums
-        return Tally(self.layout or other.layout, sums, other.last)
-
-    def repeated(self, times: int) -> Tally:
-        """Returns the sum of ``times`` steps on one batch as one step: its means are over them."""
-        assert self.layout is not None
-        count = len(self.layout.terms)
-        once = [1.0 / times] * 2 + [1.0] + [1.0] * 2 * count + [1.0 / times] * count
-        return self._replace(sums=self.sums * tf.constant(once, tf.float64))
+        return Tally(self.layout or other.layout, self.sums + other.sums, other.last)
 
     def logs(self) -> dict[str, Any]:
         """Divides, once: each mean by its own weight."""
         assert self.layout is not None
         size = len(_COUNTERS) + 3 * len(self.layout.terms)
-        numbers = tf.unstack(_padded(self.sums, tf.zeros([size], tf.float64)), num=size)
+        numbers = tf.unstack(tf.broadcast_to(self.sums, [size]), num=size)
         logs = self.layout.means(numbers)
         if self.layout.trains:
-            last = tf.unstack(_padded(self.last, tf.zeros([2], tf.float64)), num=2)
+            last = tf.unstack(tf.broadcast_to(self.last, [2]), num=2)
             logs |= {"skipped": numbers[2], "gradient_norm": last[0], "loss_scale": last[1]}
         single = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
         return {"steps": tf.cast(numbers[0], tf.int64), **single}
 
 
 Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.
-
-
-def nothing() -> Tally:
-    """Returns the tally of no step, to which any other can be added."""
-    return Tally(None, tf.zeros([0], tf.float64), tf.zeros([0], tf.float64))
 
 
 def add(tallies: Tallies, others: Tallies) -> Tallies:
@@ -216,11 +189,3 @@ def _divided(total: Any, weight: Any) -> Any:
     if tf.is_tensor(total):
         return tf.math.divide_no_nan(total, weight)
     return total / weight if weight else 0.0
-
-
-def _padded(vector: Any, like: Any) -> Any:
-    """A vector with zeros for what it does not have: its length is known from the first step on."""
-    if vector.shape == like.shape and vector.shape[0] is not None:
-        return vector
-    padded = tf.pad(vector, [[0, tf.size(like) - tf.size(vector)]])
-    return tf.ensure_shape(padded, like.shape)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.errors import LossError, TfMultiGpuError
@@ -26,12 +27,14 @@ class Trace:
         layout: The terms of the loss; None before the first replica.
         present: For each target, for each trained variable, whether it has a gradient.
         state: The Keras variables that layers, draws and metrics assign.
+        updated: The trained variables that have a gradient, of a target or a penalty.
         alike: The ``id`` of those that every micro-batch finds as the first does: seeds.
     """
 
     layout: Layout | None = None
     present: list[list[bool]] = dataclasses.field(default_factory=list)
     state: list[Any] = dataclasses.field(default_factory=list)
+    updated: tuple[Any, ...] = ()
     alike: set[int] = dataclasses.field(default_factory=set)
 
     def note(self, layout: Layout, gradients: Any, state: Sequence[Any]) -> None:
@@ -84,8 +87,6 @@ def check_gradients(variables: list[Any], gradients: list[Any]) -> None:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user, as Python's ``skip_file_prefixes`` from version 3.12 on."""
-    import keras
-
     packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
     prefixes = tuple(str(package) for package in packages)
     level, frame = 1, inspect.currentframe()

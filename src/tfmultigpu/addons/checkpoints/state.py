@@ -32,6 +32,7 @@ class RunVariables:
 
     def __init__(self, model: Any, optimizer: Any, train_step: Any, extra: Any) -> None:
         """Checks the arguments of ``Checkpoints``."""
+        parts = [(model, optimizer)]
         if train_step is not None:
             is_step = isinstance(train_step, (TrainStep, ChainedStep))
             if (model, optimizer) != (None, None) or not is_step:
@@ -40,12 +41,12 @@ class RunVariables:
                     f"model and optimizer. Received: train_step={train_step!r} and model={model!r}."
                     " Write tmg.Checkpoints(directory, train_step=step)."
                 )
-            model, optimizer, _ = train_step.trained[0]
+            parts = [(step.model, step.optimizer) for step in train_step.train_steps]
+            model, optimizer = parts[0]
         strategy = strategy_of(model)
         check_kinds(model, strategy, *(() if optimizer is None else (optimizer,)))
         self._optimizer, self._step = optimizer, train_step
         # Each trained model with its optimizer, by the begin of the names of variables.
-        parts = [(model, optimizer)] if train_step is None else [p[:2] for p in train_step.trained]
         self._parts = {f"{i}/" if i else "": part for i, part in enumerate(parts)}
         self._extra = dict(extra or {})
         self.exchange = WorkerExchange(strategy)
@@ -114,9 +115,7 @@ class RunVariables:
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""
         saved = {id(variable) for variable in self.all().values()}
-        missing = [variable for variable in changed if id(tf_variable(variable)) not in saved]
-        if missing:
-            names = sorted(_path(variable) for variable in missing)
+        if names := sorted(_path(v) for v in changed if id(tf_variable(v)) not in saved):
             raise CheckpointError(
                 "The training changes variables that the checkpoint would not hold. Received: "
                 f"{len(names)} variables {names[:3]}. Write tmg.Checkpoints(directory, model, "

@@ -72,8 +72,8 @@ def explain(
     if "keras-backend" in {cause.code for cause in causes}:
         return Report("tfmultigpu explain", tuple(causes), {})
     trained = [(model, optimizer)]
-    if hasattr(model, "trained"):
-        trained = [(part.model, part.optimizer) for part in model.trained]
+    if hasattr(model, "train_steps"):
+        trained = [(part.model, part.optimizer) for part in model.train_steps]
         strategy = model.strategy
     strategy = _strategy_of(trained[0][0]) if strategy is None else strategy
     facts = {}

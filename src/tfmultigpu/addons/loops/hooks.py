@@ -122,17 +122,17 @@ class FitHooks(Hooks):
         begin = Position(self.start.epoch - self.first_epoch, self.start.step)
         self.position: Position | None = begin if self._resuming else None
 
-    def train(self, loop: Any, trained: Any) -> None:
-        """Takes the loop and what it trains: each model with its optimizer and variables."""
-        for _, optimizer, variables in trained:
-            if unwrap_optimizer(optimizer).use_ema and any(map(is_sharded, variables)):
+    def train(self, loop: Any) -> None:
+        """Takes the loop, whose steps train."""
+        for part in loop.step.train_steps:
+            if unwrap_optimizer(part.optimizer).use_ema and any(map(is_sharded, part.variables)):
                 raise LossError(
                     "The fit of Keras cannot put moving averages into sharded variables at its "
-                    f"end. Received: {type(optimizer).__name__} with use_ema=True. Leave out "
+                    f"end. Received: {type(part.optimizer).__name__} with use_ema=True. Leave out "
                     "use_ema, or write a loop over tmg.make_train_step."
                 )
         loop.hooks = self
-        self._training, self._trained = loop, trained
+        self._training = loop
         self.sums, self.metric_variables = loop.sums, loop.metrics.variables
         self.changed_variables = loop.step.changed_variables
         loop.seen = self.start.batches
@@ -173,7 +173,7 @@ class FitHooks(Hooks):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts averages into all trained variables, as Keras has for one optimizer."""
-        for part in self._trained if self.epochs > 0 else ():
+        for part in self._training.step.train_steps if self.epochs > 0 else ():
             update = update_of(part.optimizer)
             with nullcontext() if update is None else update.updating():
                 part.optimizer.finalize_variable_values(part.variables)
@@ -181,7 +181,8 @@ class FitHooks(Hooks):
         self._check_workers()
 
     def _check_workers(self) -> None:
-        check_same_training(self._exchange, self.model, self._trained, self._compares_weights)
+        trained = self._training.step.train_steps
+        check_same_training(self._exchange, self.model, trained, self._compares_weights)
 
     def exit(self) -> None:
         """Tells callbacks that save and resume a training that it ends, also by an error."""
@@ -223,7 +224,7 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
             )
         if isinstance(callback, of_optimizer) and step is not None:
             own = unwrap_optimizer(getattr(model, "optimizer", None))
-            if not any(own is unwrap_optimizer(part.optimizer) for part in step.trained):
+            if not any(own is unwrap_optimizer(part.optimizer) for part in step.train_steps):
                 raise LossError(
                     f"{kind} uses the optimizer of the model, which the step does not train with. "
                     f"Received: {kind}, and model {model.name!r} with "

@@ -19,21 +19,18 @@ def epoch_logs(
     ``sums`` has the sums of the tally of each step, and the fields of its terms.
     """
     losses: dict[str, Any] = {}
-    values: dict[str, Any] = {}
     for step, (numbers, terms) in sums.items():
         layout = Layout(tuple(LossTerm(**fields) for fields in terms))
-        logged = [term.name for term in layout.terms if term.logged]
         for name, value in layout.means(numbers, by_rows=by_rows).items():
-            if name in logged or name.endswith("loss"):
-                kind = values if name in logged else losses
-                kind[f"{step}_{name}" if step else name] = value
-    if both := sorted({*losses, *values} & metrics.keys()):
+            if name.endswith("loss"):
+                losses[f"{step}_{name}" if step else name] = value
+    if both := sorted(losses.keys() & metrics.keys()):
         raise ValueError(
-            "A metric has the name of a loss or of a value of forward, so one of them would be "
-            f"lost. Received: {both}. Give the metric another name: keras.metrics.Mean(name=...)."
+            "A metric has the name of a loss, so one of them would be lost. Received: "
+            f"{both}. Give the metric another name: keras.metrics.Mean(name=...)."
         )
     logs = {"loss": losses["loss"]} if len(losses) == 2 and "loss" in losses else losses
-    for name, value in {**values, **metrics}.items():
+    for name, value in metrics.items():
         logs.update(value if isinstance(value, Mapping) else {name: value})
     return {name: _number(logs[name]) for name in sorted(logs)}
 

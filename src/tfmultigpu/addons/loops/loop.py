@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -93,9 +94,9 @@ class Loop:
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran = 0
-        for name, tally in self.step.totals(iterator, steps).items():
+        for name, tally in self.step.looped(iterator, steps)[1].items():
             new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
-            if new.size:
+            if new.ndim:
                 ran, fields = int(new[0]), map(dataclasses.asdict, tally.layout.terms)
                 before, terms = self.sums.get(name) or (0.0, list(fields))
                 self.sums[name] = np.add(new, before).tolist(), terms
@@ -118,8 +119,9 @@ class Loop:
         asked = ran = 0
         while not ran and (asked := self.feed.most(self._most())):
             self.hooks.call(self.mode, "begin", self.done)
-            with self._pace.measuring() as note:
-                note(ran := not_ending_the_epoch(self.run, self.feed.iterator, asked))
+            began = time.perf_counter()
+            ran = not_ending_the_epoch(self.run, self.feed.iterator, asked)
+            self._pace.note(ran, began)
             if not self.feed.took(ran, asked):
                 break
         if not ran:

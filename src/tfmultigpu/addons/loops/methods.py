@@ -19,11 +19,11 @@ _FORWARD = """Write its loss as a forward, with one value for each row:
     def forward(model, batch, training):
         x, y = batch
         values = ...  # of model(x, training=training) and y
-        return tmg.LossSum(tf.reduce_sum(values), tf.size(values))  # , {"name": (sum, weight)}
+        return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
     model.compile(optimizer=...); tmg.fit(model, data, forward=forward)
 To evaluate: tmg.make_eval_step(model, None, strategy, forward=forward).
 Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step))."""
-_METRICS = "Give metrics to model.compile(metrics=[...]), or values from a forward."
+_METRICS = "Give metrics to model.compile(metrics=[...]), or update them in a forward."
 _INSTEAD = {
     "compute_metrics": _METRICS,
     "get_metrics_result": _METRICS,

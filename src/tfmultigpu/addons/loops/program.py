@@ -28,7 +28,7 @@ from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
-from tfmultigpu.steps.step import Trained, TrainStep
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.topology import describe
 
 _DEFAULTS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto",
@@ -91,13 +91,6 @@ class Program:
             refuse_own_methods(model, "fit")
         return cls(model, strategy, forward, step, eval_step, verify, options)
 
-    @property
-    def trained(self) -> tuple[Trained, ...]:
-        """Each trained model with its optimizer and variables."""
-        if self.step is not None:
-            return self.step.trained
-        return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
-
     def training_loop(self, feed: Feed, width: int | None) -> Loop:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
         step, metrics = self._train_step(feed.element_spec)
@@ -130,7 +123,7 @@ class Program:
                 proxy, model.optimizer, None, strategy, forward=self.forward, **options
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
-        inside = [metric for part in step.trained for metric in metrics_inside(part.model)]
+        inside = [metric for part in step.train_steps for metric in metrics_inside(part.model)]
         return step, EpochMetrics(inside, None, steps)
 
     def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
@@ -186,9 +179,9 @@ class Program:
 def _check_trains(step: Any, model: Any) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
     own = {id(variable) for variable in model.variables}
-    trained = {id(variable) for part in step.trained for variable in part.variables}
+    trained = {id(variable) for part in step.train_steps for variable in part.variables}
     if own and trained and not own & trained:
-        names = ", ".join(repr(part.model.name) for part in step.trained)
+        names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(
             "The step does not train the model, which callbacks would save and restore. Received: "
             f"model {model.name!r}, and a step that trains {names}. Give one of these models."
@@ -202,5 +195,6 @@ def _check_only_optimizer(model: Any) -> None:
         raise LossError(
             "forward computes the loss itself and shows no labels and predictions to metrics. "
             f"Received: forward, and a model compiled with {' and '.join(compiled)}. Write "
-            'model.compile(optimizer=...), and return loss, {"name": (sum, weight)} for the logs.'
+            "model.compile(optimizer=...), and call metric.update_state(...) in forward, of a "
+            "metric that is an attribute of the model."
         )

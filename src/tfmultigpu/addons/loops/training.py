@@ -141,7 +141,7 @@ def fit(
     strategy = program.strategy
     callbacks = kwargs["callbacks"] = to_list(kwargs["callbacks"])
     width = _steps_of_a_call(model, steps_per_call)
-    steps = 0 if step is None else len(step.trained)
+    steps = 0 if step is None else len(step.train_steps)
     ours = {**options, "shares": shares, "steps_per_call": steps_per_call, "verify": verify,
             "forward": forward, "steps of step": steps}  # fmt: skip
     _check_same_arguments(strategy, {**kwargs, **ours})
@@ -149,7 +149,7 @@ def fit(
     if split and kwargs["validation_data"] is None:
         data, kwargs["validation_data"] = split_off(data, split)
     if step is not None and not getattr(model, "compiled", False):
-        keras.Model.compile(model, optimizer=program.trained[0].optimizer)
+        keras.Model.compile(model, optimizer=step.train_steps[0].optimizer)
     hooks = FitHooks(
         callbacks, model, strategy, verbose=kwargs.pop("verbose"), step=step,
         epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],
@@ -172,8 +172,8 @@ def fit(
             feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
             kwargs["validation_data"] = validation
             hooks.serve(program.evaluation_loop(validation))
-        hooks.train(loop, program.trained)
-        for part in program.trained:
+        hooks.train(loop)
+        for part in loop.step.train_steps:
             check_values_alike(strategy, part.model, part.optimizer)
         kwargs |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
         with setting(model, **around(loop), **evaluation_methods(model, verify, hooks)):

@@ -165,7 +165,7 @@ def _time_run(step: Any, data: Any, steps: int) -> float:
 def _time_all_reduce(step: Any, repeats: int) -> float:
     """Returns the seconds of adding tensors like the gradients over the replicas."""
     strategy = step.strategy
-    trained = [variable for part in step.trained for variable in part.variables]
+    trained = [variable for part in step.train_steps for variable in part.variables]
     added = [tf_variable(variable) for variable in trained if not is_sharded(variable)]
     if strategy.num_replicas_in_sync == 1 or not added:
         return 0.0

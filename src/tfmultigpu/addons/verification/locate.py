@@ -14,7 +14,7 @@ from tfmultigpu.addons.verification.compare import Quantity, furthest
 from tfmultigpu.addons.verification.one_device import OneDevice, cutter, dense, putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, unpack_batch
-from tfmultigpu.steps.assignments import deferring
+from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.steps.micro_batches import MicroBatches
@@ -119,7 +119,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
 
         # Keras offers no access to the outputs of layers inside a subclassed model.
         tracing, noting = runs.tracing_model(rows), patching(keras.Operation, "__call__", call)
-        with tracing, deferring((), rows.counts()), noting:
+        with tracing, DeferredAssignments((), rows.counts()), noting:
             if hasattr(step, "forward"):
                 step.forward(shard, training=hasattr(step, "optimizer"))
             else:

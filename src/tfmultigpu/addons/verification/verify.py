@@ -18,8 +18,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.evaluate import join_rows
-from tfmultigpu.steps.features import Call, Feature
-from tfmultigpu.steps.program import Batch
+from tfmultigpu.steps.features import Batch, Call, Feature
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -51,8 +50,8 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
-            self._kinds, self._due = self._step.kinds, True
+        if (kinds := len(self._step.functions)) > self._kinds:  # Frozen layers, or synchronized.
+            self._kinds, self._due = kinds, True
             self.verification = self._later = None
         return functools.partial(self._call, call) if self._due else call
 
@@ -107,7 +106,8 @@ class Verify(Feature):
         whole = partition.slice_rows(whole, 0, rows)
         local, places = cutter(self._strategy).cut(whole)
         shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
-        compiled = self._step.compiled((structure, shards, None if offsets is None else places))
+        cut = structure, shards, None if offsets is None else places
+        compiled = self._step.function.compiled(*cut)
         device = self._device
         if device is None or device.key != self._step.key():
             device = OneDevice(self._step, self._measure)
@@ -135,8 +135,7 @@ class Verify(Feature):
             return Verification("not verified", reason)
         if not told[2]:
             return Verification("same")
-        bound = math.sqrt(bounds.compute)
-        join = functools.partial(join_rows, self._strategy)
+        join, bound = functools.partial(join_rows, self._strategy), math.sqrt(bounds.compute)
         layer, _ = _attempt(lambda: locate(self._step, device, join, cut[0], cut[1], bound))
         culprit, advice = explain(beyond, layer, self._step)
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
