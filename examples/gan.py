@@ -27,7 +27,6 @@ def train(strategy):
         generator.seeds = keras.random.SeedGenerator(1)  # an attribute: checkpoints have it
         hidden = [layers.Dense(16), layers.LeakyReLU(), layers.Dropout(0.2)]
         critic = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(1)])
-        critic.found = keras.metrics.BinaryAccuracy(name="found", threshold=0.0)
         optimizers = [keras.optimizers.Adam(1e-2, beta_1=0.5) for _ in range(2)]
 
     def imagine(batch, training):
@@ -39,7 +38,6 @@ def train(strategy):
         refused = critic(made, training=training)  # not one call for both: rows keep their draws
         right = tmg.loss_sum(loss, tf.ones_like(found), found)
         wrong = tmg.loss_sum(loss, tf.zeros_like(refused), refused)
-        critic.found.update_state(tf.ones_like(found), found)
         return tmg.LossSum(right.sum + wrong.sum, right.weight)
 
     def generator_loss(generator, batch, training):

@@ -10,7 +10,6 @@ once, and shows the metric beside the loss. Noise is what one device would draw 
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 import tfmultigpu as tmg
@@ -40,7 +39,7 @@ def forward(vae, batch, training):
     reconstruction = 64 * keras.losses.binary_crossentropy(batch, decoded)  # one value per row
     kl = -0.5 * ops.sum(1 + log_variance - mean**2 - ops.exp(log_variance), axis=-1)
     vae.kl.update_state(kl)
-    return tmg.LossSum(ops.sum(reconstruction + kl), tf.shape(batch)[0])
+    return tmg.LossSum(ops.sum(reconstruction + kl), ops.shape(batch)[0])
 
 
 def train(strategy):

@@ -15,6 +15,7 @@ from law.plain import train_once
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.errors import LossError, ScopeError
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
@@ -131,19 +132,23 @@ def test_metrics_of_the_validation_are_its_own() -> None:
 
 
 def test_names_of_metrics_do_not_hide_each_other_or_a_loss() -> None:
-    models, steps = [autoencoder(), autoencoder()], []
+    models, steps = [autoencoder(), autoencoder(compiled=False)], []
     for model in models:
         with strategy_of(2).scope():
-            metrics = [keras.metrics.MeanAbsoluteError()]
-        steps.append(
-            tmg.make_train_step(model, model.optimizer, "mse", strategy_of(2), metrics=metrics)
-        )
+            metrics, optimizer = [keras.metrics.MeanAbsoluteError()], keras.optimizers.SGD(0.1)
+        steps.append(tmg.make_train_step(model, optimizer, "mse", strategy_of(2), metrics=metrics))
     chain = tmg.chain_steps(*steps, names=("a", "b"))
     labels = tf.data.Dataset.zip(data(), data())
-    history = tmg.fit(models[0], labels, step=chain, verbose=0).history
+    history = tmg.fit(models[1], labels, step=chain, verbose=0).history
+    assert models[1].optimizer is steps[1].optimizer
     name = "mean_absolute_error"
     assert set(history) == {"a_loss", "b_loss", f"a_{name}", f"b_{name}"}
 
+    for model in models:  # As after a restart: restored, but no step was traced.
+        model.tracker.update_state([1.0], [3.0])
+    steps = [made_step(model) for model in models]
+    resumed = EpochMetrics([m.tracker for m in models], None, dict(zip("ab", steps, strict=True)))
+    assert set(resumed.results()) == {"a_mae", "b_mae"}
     with strategy_of(2).scope():
         models[0].extra = keras.metrics.Mean(name="loss")
 

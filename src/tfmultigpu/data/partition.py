@@ -72,7 +72,7 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int]) -> list[An
     if len(shares) == 1:
         return [batch]
     offsets = shard_offsets(count_rows(batch), shares)
-    return [slice_rows(batch, *shard_bounds(offsets, part)) for part in parts]
+    return [slice_rows(batch, *shard_bounds(offsets, part), copied=True) for part in parts]
 
 
 def cut_part(batch: Any, parts: Any, part: Any) -> Any:
@@ -97,25 +97,31 @@ def row_weight(rows: Any, parts: Any) -> Any:
     return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
 
 
-def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch."""
+def slice_rows(batch: Any, start: Any, stop: Any, *, copied: bool = False) -> Any:
+    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch.
+
+    Copied, they have memory of their own. Into that of a slice TensorFlow 2.21 writes even where it
+    is NumPy's, as of a batch that a generator yields: the array of the user would change.
+    """
 
     def slice_tensor(tensor: Any) -> Any:
-        if tensor is None:
-            return None
         if isinstance(tensor, tf.SparseTensor):
-            return _slice_sparse(tensor, start, stop)
-        return tensor[start:stop]
+            first, last = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
+            columns = tensor.dense_shape[1:]
+            begin = tf.concat([[first], tf.zeros_like(columns)], 0)
+            size = tf.concat([[last - first], columns], 0)
+            return _with_known_columns(tf.sparse.slice(tensor, begin, size), tensor)
+        if tensor is not None and copied:
+            return tf.gather(tensor, tf.range(start, stop))
+        return None if tensor is None else tensor[start:stop]
 
     return tf.nest.map_structure(slice_tensor, batch)
 
 
 def take_rows(tensor: Any, rows: Any) -> Any:
     """Returns some rows of a dense, ragged or sparse tensor, in a new order; None stays None."""
-    if tensor is None:
-        return None
     if not isinstance(tensor, tf.SparseTensor):
-        return tf.gather(tensor, rows)
+        return None if tensor is None else tf.gather(tensor, rows)
     count = tf.size(rows, tf.int64)
     # For each old row its new place, from 1 on; 0 if it is not taken.
     places = tf.scatter_nd(rows[:, None], tf.range(1, count + 1), tensor.dense_shape[:1])
@@ -128,14 +134,6 @@ def take_rows(tensor: Any, rows: Any) -> Any:
         tf.concat([[count], tensor.dense_shape[1:]], 0),
     )
     return _with_known_columns(tf.sparse.reorder(part), tensor)
-
-
-def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
-    columns = tensor.dense_shape[1:]
-    start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
-    begin = tf.concat([[start], tf.zeros_like(columns)], 0)
-    size = tf.concat([[stop - start], columns], 0)
-    return _with_known_columns(tf.sparse.slice(tensor, begin, size), tensor)
 
 
 def _with_known_columns(part: Any, tensor: Any) -> Any:

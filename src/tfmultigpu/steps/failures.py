@@ -73,8 +73,7 @@ def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> E
 
 def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:
     # Of a copy, the device it went to.
-    *_, device = ["A device", *re.findall(r"device:(\w+:\d+)", line)]
-    where = device
+    where = device = ["A device", *re.findall(r"device:(\w+:\d+)", line)][-1]
     if strategy.num_replicas_in_sync > 1:
         names = strategy.extended.worker_devices
         for replica, name in zip(local_replicas(strategy), names, strict=False):

@@ -105,9 +105,10 @@ class CompileByXla(Feature):
         def compiled(shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Any:
             if not state and not tf.distribute.has_strategy():
                 # On one device, read beforehand: XLA cannot read the part on another device.
-                trace = self._step.trace
-                trace.state = [v for metric in self._step.metrics for v in metric.variables]
-                state = tuple(tf.convert_to_tensor(v.value) for v in trace.state)
+                metrics = [*self._step.metrics, *getattr(self._step.model, "metrics", ())]
+                known = list({id(v): v for m in metrics for v in m.variables}.values())
+                self._step.trace.state = known
+                state = tuple(tf.convert_to_tensor(v.value) for v in known)
             with refusing_to_meet(error):
                 function = tf.function(replica, jit_compile=True, autograph=False)
                 return function(shard, rows, state, factor, total)

@@ -19,7 +19,6 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
-from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.scopes import check_kinds, check_scope
 from tfmultigpu.strategies.topology import (
@@ -129,7 +128,7 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
         code = "no-strategy"
         what = f"The model is on one device, by {describe(strategy)}; here are {listed(here)}."
         change = f"{create}, and {_SCOPE} around the model and the optimizer"
-    elif not is_built(model):
+    elif not (model.built and model.variables):
         severity = "note"
         what = "The model has no variables yet, and the first call will create them."
         change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"

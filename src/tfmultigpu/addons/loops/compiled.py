@@ -50,7 +50,7 @@ class EpochMetrics:
         """Returns the result of each metric by its name; traces tell which a step updates."""
         named = {} if self.steps else {metric.name: metric for metric in self.inside}
         for step_name, step in self.steps.items():
-            for metric in (*step.metrics, *(m for m in self.inside if _is_updated(m, step.trace))):
+            for metric in (*step.metrics, *(m for m in self.inside if _is_updated(m, step))):
                 # In a chain behind the name of the step, as its losses.
                 name = f"{step_name}_{metric.name}" if step_name else metric.name
                 if named.setdefault(name, metric) is not metric:
@@ -73,10 +73,10 @@ class EpochMetrics:
         return concrete
 
 
-def _is_updated(metric: Any, trace: Any) -> bool:
-    if trace.layout is None:  # A run that resumes, before its first step: its state is restored.
+def _is_updated(metric: Any, step: Any) -> bool:
+    if step.trace.layout is None and metric in metrics_inside(step.model):  # Of a resumed run.
         return any(np.any(variable.numpy()) for variable in metric.variables)
-    return any(state is variable for state in trace.state for variable in metric.variables)
+    return any(state is variable for state in step.trace.state for variable in metric.variables)
 
 
 def metrics_inside(model: Any) -> list[Any]:

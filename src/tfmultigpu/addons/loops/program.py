@@ -195,6 +195,5 @@ def _check_only_optimizer(model: Any) -> None:
         raise LossError(
             "forward computes the loss itself and shows no labels and predictions to metrics. "
             f"Received: forward, and a model compiled with {' and '.join(compiled)}. Write "
-            "model.compile(optimizer=...), and call metric.update_state(...) in forward, of a "
-            "metric that is an attribute of the model."
+            "model.compile(optimizer=...), and update metrics of the model in forward."
         )

@@ -149,7 +149,8 @@ def fit(
     if split and kwargs["validation_data"] is None:
         data, kwargs["validation_data"] = split_off(data, split)
     if step is not None and not getattr(model, "compiled", False):
-        keras.Model.compile(model, optimizer=step.train_steps[0].optimizer)
+        own = [each for each in step.train_steps if each.model is model] or step.train_steps
+        keras.Model.compile(model, optimizer=own[0].optimizer)
     hooks = FitHooks(
         callbacks, model, strategy, verbose=kwargs.pop("verbose"), step=step,
         epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],

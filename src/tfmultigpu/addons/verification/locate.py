@@ -29,9 +29,9 @@ _LOSS = (
     "row."
 )
 _STATE = (
-    "Replicas add sums. Of a metric keep sums and counts; in call of a layer, add them before you "
-    "assign: context = tf.distribute.get_replica_context(); total, count = "
-    "context.all_reduce('SUM', [total, count])."
+    "Replicas add sums. Give a metric values of rows, not a mean; in one of your own keep sums and "
+    "counts. A layer adds them before it assigns: total, count = "
+    "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
 )
 _UPDATE = (
     "The loss and the gradient are those of one device. What becomes of the gradient of the global "
