@@ -250,6 +250,6 @@ def test_arrays_are_not_put_on_the_first_gpu_to_be_cut() -> None:
     function = BatchFunction(lambda shards: shards.local, strategy_of(2))
     cut_rows = tf.function(lambda x: function.cut(x)[0], autograph=False)
     graph = cut_rows.get_concrete_function(tf.TensorSpec([None, 3])).graph
-    slices = [op for op in graph.get_operations() if op.type == "StridedSlice"]
-    of_the_batch = [op for op in slices if op.inputs[0] is graph.inputs[0]]
+    cuts = [op for op in graph.get_operations() if op.type == "GatherV2"]
+    of_the_batch = [op for op in cuts if op.inputs[0] is graph.inputs[0]]
     assert [op.device for op in of_the_batch] == ["/device:CPU:0"] * 2
