@@ -90,10 +90,8 @@ def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told(
     inputs = keras.Input((3,))
     model = keras.Model(inputs, {name: keras.layers.Dense(3)(inputs) for name in ("b", "c")})
     two = tmg.make_train_step(model, keras.optimizers.SGD(), dict.fromkeys("bc", "mse"))
-    forward = lambda model, batch, _: tmg.loss_sum("mse", batch[0], model(batch[0]))  # noqa: E731
-    one = tmg.make_train_step(first.model, keras.optimizers.SGD(), None, forward=forward)
     with pytest.raises(ValueError, match=r"\['a_b_loss', .* 'a_b' and from one before"):
-        tmg.chain_steps(two, one, names=("a", "a_b"))((X, dict.fromkeys("bc", X)))
+        tmg.chain_steps(two, two, names=("a", "a_b"))((X, dict.fromkeys("bc", X)))
 
 
 def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:

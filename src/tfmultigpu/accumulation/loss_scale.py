@@ -119,9 +119,9 @@ def make_loss_scale(
         own.scale, own.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
         own.growth_steps = optimizer.dynamic_growth_steps
         return own
-    asked = optimizer.loss_scale_factor if loss_scale is None else loss_scale
+    asked: Any = optimizer.loss_scale_factor if loss_scale is None else loss_scale
     if asked != "dynamic":
-        return None if asked is None else LossScale(asked, growth_steps=None)  # type: ignore[arg-type]
+        return None if asked is None else LossScale(asked, growth_steps=None)
     if optimizer not in kept_loss_scales:
         with strategy.scope():
             kept_loss_scales[optimizer] = LossScale()

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 
-class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]
+class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
     """Defers the assignments of Keras variables on this thread; enter it in replica context.
 
     It may be entered again. An inner graph is the body of a loop, a branch of ``tf.cond`` or a

@@ -128,7 +128,7 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
         code = "no-strategy"
         what = f"The model is on one device, by {describe(strategy)}; here are {listed(here)}."
         change = f"{create}, and {_SCOPE} around the model and the optimizer"
-    elif not (model.built and model.variables):
+    elif not (model.built and model.variables):  # As is_built of steps, which import Keras.
         severity = "note"
         what = "The model has no variables yet, and the first call will create them."
         change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"

@@ -141,7 +141,7 @@ def fit(
     strategy = program.strategy
     callbacks = kwargs["callbacks"] = to_list(kwargs["callbacks"])
     width = _steps_of_a_call(model, steps_per_call)
-    steps = 0 if step is None else len(step.train_steps)
+    steps = 0 if step is None else len(step.names)
     ours = {**options, "shares": shares, "steps_per_call": steps_per_call, "verify": verify,
             "forward": forward, "steps of step": steps}  # fmt: skip
     _check_same_arguments(strategy, {**kwargs, **ours})
