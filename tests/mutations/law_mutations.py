@@ -39,7 +39,7 @@ LAW = (
     broken(
         "a mean of the means of the replicas",
         "layout.targets(terms, total, rows",
-        "layout.targets(terms, tf.cast(rows.count * self.strategy.num_replicas_in_sync, tf.float64), rows",
+        "layout.targets(terms, tf.cast(rows.count * step.strategy.num_replicas_in_sync, tf.float64), rows",
         NORM,
     ),
     broken(
@@ -56,8 +56,8 @@ LAW = (
     ),
     broken(
         "the optimizer steps for each micro-batch",
-        "        self.apply(gradient, after)\n",
-        '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self.apply(gradient, after)\n',
+        "        phases.update(self.update, gradient, after)\n",
+        '        for _ in range(next((f.count for f in self.features if hasattr(f, "count")), 1)):\n            phases.update(self.update, gradient, after)\n',
         SHARES,
     ),
     broken(
@@ -111,68 +111,74 @@ LAW = (
     # Weight regularisation ------------------------------------------------------------------------
     broken(
         "weights are regularised by each replica",
-        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
+        "                penalty, gradient = found\n",
+        "                penalty, gradient = found\n                gradient *= step.strategy.num_replicas_in_sync\n",
         NORM,
     ),
     broken(
         "weights are regularised by each micro-batch",
-        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-        '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f.count for f in self.features if hasattr(f, "loop")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
+        "                penalty, gradient = found\n",
+        '                penalty, gradient = found\n                gradient *= next((f.count for f in step.features if hasattr(f, "count")), 1)\n',
         SHARES,
     ),
     broken(
         "the regularisation is divided by the weight",
-        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-        "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
+        "                penalty, gradient = found\n",
+        "                penalty, gradient = found\n                gradient /= step.weights[0]\n",
         NORM,
+        also=(
+            (
+                "    penalty = _regularize(step, trained)\n",
+                "    step.weights = weights\n    penalty = _regularize(step, trained)\n",
+            ),
+        ),
     ),
     # What is decided about the whole gradient -----------------------------------------------------
     broken(
         "each replica clips before the sum",
-        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-        '        passes = self.phase(self._replica)(shards)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        gradient, tally',
+        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
+        '        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        sums',
         NORM,
         also=(
             (
                 "from tfmultigpu.accumulation.settings import Settings\n",
-                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import clipped\n",
+                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import clipped, global_norm\n",
             ),
         ),
     ),
     broken(
         "the norm is that of one replica's gradient",
-        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-        "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
+        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
+        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
         NORM,
-        also=(("norm = global_norm([g for g, _ in kept])", "norm = global_norm(self._one)"),),
+        also=(("norm = global_norm(tensors)", "norm = global_norm(trace.one)"),),
     ),
     broken(
         "whether gradients are finite is read from replica 0",
-        "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
-        "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
+        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
+        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
         f"{SKIP}[dynamic, N=3]",
         also=(
             (
-                "            gradient = feature.on_gradient(gradient)\n",
-                "            gradient = feature.on_gradient(gradient)\n            if gradient.valid is not None:\n                gradient = gradient._replace(valid=all_finite(self._one))\n",
+                "        gradient = feature.on_gradient(gradient)\n",
+                "        gradient = feature.on_gradient(gradient)\n        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
             ),
             (
-                "from tfmultigpu.accumulation.settings import Settings\n",
-                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import all_finite\n",
+                "import global_norm, sum_dtype\n",
+                "import all_finite, global_norm, sum_dtype\n",
             ),
         ),
     ),
     broken(
         "gradients stay multiplied by the loss scale",
-        "if factor is not None:  # The inverse",
-        "if False:  # The inverse",
+        "    if factor is not None:\n        wide",
+        "    if False:\n        wide",
         NORM,
     ),
     broken(
         "a skipped step is counted",
-        "tf.cond(gradient.valid, update, tf.no_op)",
-        "tf.cond(\n                gradient.valid,\n                update,\n                lambda: (self.optimizer.iterations.assign_add(1), tf.no_op())[1],\n            )",
+        "tf.cond(gradient.valid, apply, tf.no_op)",
+        "tf.cond(\n            gradient.valid,\n            apply,\n            lambda: (updates.optimizer.iterations.assign_add(1), tf.no_op())[1],\n        )",
         f"{SKIP}[dynamic, N=3]",
     ),
     broken(

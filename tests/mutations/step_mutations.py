@@ -83,8 +83,8 @@ STEPS = (
     ),
     broken(
         "seeds do not move on",
-        "        if state:\n",
-        "        if False:\n",
+        "    if trace.state:\n",
+        "    if False:\n",
         f"{DRAWS}[noise, N=3]",
         f"{DRAWS}[images without seeds, N=3]",
     ),
@@ -125,8 +125,8 @@ STEPS = (
     # test_overflow --------------------------------------------------------------------------------
     broken(
         "what is not finite is applied",
-        "if gradient.valid is None:\n            update",
-        "if True:\n            update",
+        "if gradient.valid is None:\n        apply",
+        "if True:\n        apply",
         f"{SKIP}[dynamic, N=3]",
         f"{SKIP}[a number, N=2]",
     ),
@@ -145,8 +145,8 @@ STEPS = (
     ),
     broken(
         "gradients of float16 stay scaled",
-        "(1.0 if f is None",
-        "(factor if f is None",
+        "[1.0 if each is None",
+        "[factor if each is None",
         "test_overflow.py::test_the_scale_falls_until_gradients_of_float16_fit",
     ),
     # test_failing_step ----------------------------------------------------------------------------
@@ -158,8 +158,8 @@ STEPS = (
     ),
     broken(
         "states are assigned before the checks have passed",
-        "assign, state, after=after)",
-        "assign, state, after=[])",
+        "assign, trace.state, after=after)",
+        "assign, trace.state, after=[])",
         f"{FAILS}[N=2, synchronized norm]",
     ),
     broken(
@@ -184,14 +184,14 @@ STEPS = (
     # test_eval_predict_steps ----------------------------------------------------------------------
     broken(
         "evaluation runs as training does",
-        "self.forward(shard, training=False)",
-        "self.forward(shard, training=True)",
+        "terms, outputs = self.forward(shard, training=False)",
+        "terms, outputs = self.forward(shard, training=True)",
         f"{EVAL}[2]",
     ),
     broken(
         "evaluation leaves regularisation out",
-        "unstack(stats), penalty, shards.total)",
-        "unstack(stats), 0.0, shards.total)",
+        "weights, penalty, shards.total)",
+        "weights, 0.0, shards.total)",
         f"{EVAL}[1]",
         f"{EVAL}[3]",
     ),

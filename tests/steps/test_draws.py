@@ -20,8 +20,8 @@ from one_device import ByHand, Replicated, assert_same, cut, graph_of
 
 import tfmultigpu as tmg
 from tfmultigpu._patch import patching
-from tfmultigpu.steps.draws import Draws, GlobalSeeds
-from tfmultigpu.steps.features import Rows
+from tfmultigpu.steps.features.draws import Draws, GlobalSeeds
+from tfmultigpu.steps.values import Rows
 
 SEED, TOTAL = (7, 3), 29
 random = tf.random
@@ -83,8 +83,7 @@ EXACT: dict[str, Any] = {
 
 def drawing(first: Any, count: Any, total: Any) -> Any:
     draws = Draws()
-    draws.bind(None)
-    draws.seeds = GlobalSeeds(tf.distribute.get_strategy())
+    draws.seeds = GlobalSeeds(tf.distribute.get_strategy(), [])
     return draws.around_model(Rows(first, count, total, parts=1))  # Else one replica has all rows.
 
 

@@ -14,7 +14,7 @@ from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows,
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features import Shards
+from tfmultigpu.steps.values import Shards
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -32,7 +32,6 @@ class BatchFunction:
     """
 
     def __init__(self, function: Callable[[Shards], Any], strategy: tf.distribute.Strategy) -> None:
-        """Takes the function and the strategy."""
         self.function, self.strategy = function, strategy
         self._local = local_replicas(strategy)
         # On one GPU steps are first traced for a known number of rows: each shape that is not
@@ -91,27 +90,11 @@ class BatchFunction:
         local, _ = self.parts_of(batch)
         return tf.nest.pack_sequence_as(batch, [any_rows(leaf) for leaf in local[0]])
 
-    def cut(self, batch: Any) -> tuple[list[Any], Any]:
-        """Returns a whole global batch as shards of equal size, and their offsets."""
-        batch = tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
-        shares = (1,) * self.strategy.num_replicas_in_sync
-        # Where batches come from: a GPU would be given the shards of all, to cut them.
-        with tf.device("CPU:0"):
-            with tf.control_dependencies(check_rows_agree(batch)):
-                offsets = tf.identity(partition.shard_offsets(count_rows(batch), shares))
-            with tf.control_dependencies([offsets]):
-                return partition.cut_rows(batch, shares, self._local), offsets
-
-    def shards(self, local: list[Any], offsets: Any) -> Shards:
-        """Returns shards; several replicas have open rows, by which draws by row are told."""
-        replicas = self.strategy.num_replicas_in_sync
-        if replicas > 1:
-            local = tf.nest.map_structure(_open_rows, local)
-        return Shards.of(local, offsets, self._local, replicas)
-
     def _call(self, packed: list[Any], offsets: Any) -> Any:
-        local, offsets = self.cut(packed[0]) if offsets is None else (packed, offsets)
-        return self.function(self.shards(local, offsets))
+        local = packed
+        if offsets is None:
+            local, offsets = cut_batch(self.strategy, packed[0])
+        return self.function(shards_of(self.strategy, local, offsets))
 
     def _find(self, key: Any, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
@@ -174,6 +157,26 @@ class BatchFunction:
                 "step computes one of fewer rows than replicas on all of them."
             )
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
+
+
+def cut_batch(strategy: tf.distribute.Strategy, batch: Any) -> tuple[list[Any], Any]:
+    """Returns a whole global batch as shards of equal size, and their offsets."""
+    batch = tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
+    shares = (1,) * strategy.num_replicas_in_sync
+    # Where batches come from: a GPU would be given the shards of all, to cut them.
+    with tf.device("CPU:0"):
+        with tf.control_dependencies(check_rows_agree(batch)):
+            offsets = tf.identity(partition.shard_offsets(count_rows(batch), shares))
+        with tf.control_dependencies([offsets]):
+            return partition.cut_rows(batch, shares, local_replicas(strategy)), offsets
+
+
+def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) -> Shards:
+    """Returns shards; those of several replicas have open rows, which tells draws by row."""
+    replicas = strategy.num_replicas_in_sync
+    if replicas > 1:
+        local = tf.nest.map_structure(_open_rows, local)
+    return Shards.of(local, offsets, local_replicas(strategy), replicas)
 
 
 def _open_rows(tensor: Any) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.steps.features import Batch, Shards
-from tfmultigpu.steps.program import Program
-from tfmultigpu.steps.step import TrainStep
-from tfmultigpu.steps.tally import Tallies, Tally, logs_of
+from tfmultigpu.steps.runner import Looped, Runner, Step
+from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
+from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 
 
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
@@ -60,67 +61,72 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     return ChainedStep(dict(zip(chosen, steps, strict=True)))
 
 
-class ChainedStep(Program):
+class ChainedStep(Step, Looped):
     """Several train steps in turn on each batch; what ``chain_steps`` returns.
 
     Attributes:
+        strategy: The strategy of all of them.
         steps: The steps by name, in order.
+        names: Their names.
+        metrics: The metrics of all steps, each once.
     """
 
     def __init__(self, steps: Mapping[str, TrainStep]) -> None:
         """Use ``chain_steps``, which checks what it is given."""
         self.steps, self.names = dict(steps), tuple(steps)
-        super().__init__(next(iter(self.steps.values())).strategy)
+        self.strategy = next(iter(self.steps.values())).strategy
         metrics = {id(metric): metric for step in self.train_steps for metric in step.metrics}
         self.metrics = tuple(metrics.values())
+        self.runner = Runner(self)
 
     @property
     def train_steps(self) -> tuple[TrainStep, ...]:
         """The steps, each once."""
         return tuple(dict.fromkeys(self.steps.values()))
 
-    def changed_variables(self) -> list[Any]:
-        """Returns the variables that the steps change."""
-        return [v for step in self.train_steps for v in step.changed_variables()]
-
     @property
     def verification(self) -> dict[str, Any]:
         """The comparison of each step with one device, by its name."""
         return {name: step.verification for name, step in self.steps.items()}
+
+    def changed_variables(self) -> list[Any]:
+        """Returns the variables that the steps change."""
+        return [v for step in self.train_steps for v in step.changed_variables()]
 
     def key(self) -> Hashable:
         """Returns the keys of the steps."""
         keys = tuple(step.key() for step in self.train_steps)
         return None if None in keys else keys
 
-    def prepare(self, spec: Callable[[], Any]) -> None:
+    def prepare(self, spec: Callable[[], Any]) -> bool:
         """Prepares each step."""
         for step in self.train_steps:
-            step.settle(spec)
+            step.runner.settle(spec)
+        return False
 
-    @property
-    def watches(self) -> bool:
-        """True if a step is to be called by itself, to be verified."""
-        return any(step.watches for step in self.train_steps)
-
-    def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
-        """Runs one batch; if a step is to be verified, each step by itself."""
-        if not self.watches:
-            return super().call(batch)
-        tallies = {name: step.call(batch)[1][""] for name, step in self.steps.items()}
-        logs = logs_of(tallies)
-        del logs["steps"]
-        return logs, tallies
-
-    def compute(self, shards: Shards) -> dict[str, Tally]:
-        """Runs the steps on a batch; traced."""
+    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
+        """Runs the steps on a batch, each with a trace of its own; traced."""
         tallies: dict[str, Tally] = {}
         for name, step in self.steps.items():
             with noting_effects() as effects:
-                tallies[name] = step.compute(shards)[""]
+                tallies[name] = step.compute(shards, Trace())[1][""]
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other. ``tf.control_dependencies`` does not reach the
             # threads of replicas, so the rows wait.
             local = [with_dependencies(effects, rows) for rows in shards.local]
             shards = shards._replace(local=local)
-        return tallies
+        return logs_of_step(tallies), tallies
+
+    def around_trace(self) -> AbstractContextManager[Any]:
+        """Returns nothing to enter: features are asked by their own step alone."""
+        return nullcontext()
+
+    def around_call(self, call: Call) -> Call:
+        """Returns a call of each step by itself, if one of them is to be verified."""
+        if not any(step.runner.watches for step in self.train_steps):
+            return call
+        return self._one_by_one
+
+    def _one_by_one(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
+        tallies = {name: step.runner.call(batch)[1][""] for name, step in self.steps.items()}
+        return logs_of_step(tallies), tallies

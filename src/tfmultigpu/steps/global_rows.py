@@ -18,7 +18,7 @@ from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
 from tfmultigpu.errors import LossError
-from tfmultigpu.steps.features import Rows
+from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
 

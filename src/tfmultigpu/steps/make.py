@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.steps.draws import Draws
-from tfmultigpu.steps.evaluate import EvalStep, PredictStep
+from tfmultigpu.steps.build_model import is_built
+from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
-from tfmultigpu.steps.gradient_features import ClipByNorm, CompileByXla, LossScaling
-from tfmultigpu.steps.micro_batches import MicroBatches
+from tfmultigpu.steps.features.clipping import ClipByNorm
+from tfmultigpu.steps.features.draws import Draws
+from tfmultigpu.steps.features.loss_scaling import LossScaling
+from tfmultigpu.steps.features.micro_batches import MicroBatches
+from tfmultigpu.steps.features.xla import CompileByXla
 from tfmultigpu.steps.objective import Forward
-from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.predict import PredictStep
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, current_strategy
 from tfmultigpu.types import LossScaling as Scaling, Model, Optimizer, ShardUpdate, Strategy, Verify
 
@@ -106,18 +111,27 @@ def make_train_step(
         )
     counts = micro_batches if isinstance(micro_batches, (list, tuple)) else [micro_batches]
     parts = max(check_count("micro_batches", count, error=ValueError) for count in counts)
-    own: list[Feature] = [
-        *([CompileByXla()] if jit_compile else []),
-        *([MicroBatches(parts)] if parts > 1 else []),
-        Draws(by_xla=jit_compile),
-        LossScaling(loss_scale),
-        *([] if clip_norm is None else [ClipByNorm(clip_norm)]),
-        *features,
-    ]
-    return TrainStep(
+    # In this order. Of the functions of replicas the first feature is the innermost; the gradient
+    # goes from the first to the last.
+    own: list[Feature] = []
+    if jit_compile:
+        own.append(CompileByXla())  # Innermost: a loop of micro-batches is not compiled with it.
+    if parts > 1:
+        own.append(MicroBatches(parts, _loop_of(features)))  # Inside of one set of seeds.
+    own.append(Draws(by_xla=jit_compile))
+    own.append(LossScaling(loss_scale))  # Decides about the gradient before it is clipped.
+    if clip_norm is not None:
+        own.append(ClipByNorm(clip_norm))
+    own.extend(features)  # Those of users see the clipped gradient. Verification is the last.
+    step = TrainStep(
         passes, optimizer, strategy, _features(strategy, own, verify),
-        metrics=metrics, shard_update=shard_update, settings=settings,
+        metrics=StepMetrics(metrics, passes, strategy),
+        shard_update=shard_update, settings=settings,
     )  # fmt: skip
+    step.bind()
+    if is_built(passes.model):
+        step.build()
+    return step
 
 
 def make_eval_step(
@@ -159,7 +173,7 @@ def make_eval_step(
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
     parts = _features(strategy, [Draws()], verify)
-    return EvalStep(passes, strategy, parts, metrics=metrics)
+    return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
 
 def make_predict_step(
@@ -191,7 +205,7 @@ def make_predict_step(
     check_backend()
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
-    return PredictStep(model, strategy, _features(strategy, [Draws()], verify))
+    return PredictStep(model, strategy, _features(strategy, [Draws()], verify)).bind()
 
 
 def check_verify(verify: Any) -> None:
@@ -200,6 +214,12 @@ def check_verify(verify: Any) -> None:
         raise ValueError(
             f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
         )
+
+
+def _loop_of(features: Sequence[Feature]) -> Any:
+    """Returns how a feature wants micro-batches to be run; None for one after the other."""
+    loops = [feature.loop for feature in features if feature.loop is not None]
+    return loops[0] if loops else None
 
 
 def _features(strategy: Any, own: list[Feature], verify: Verify) -> list[Feature]:

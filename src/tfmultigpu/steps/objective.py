@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -149,33 +149,28 @@ def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[An
         )
 
 
-def regularization(
-    variables: Sequence[Any],
-    at: Callable[[Any], AbstractContextManager[Any]],
-    assigned: Sequence[Any] = (),
-) -> tuple[Any, list[Any]]:
-    """Returns the weight regularization, which counts once per step, and its gradients."""
-    total: Any = tf.zeros([])
-    gradients: list[Any] = [None] * len(variables)
-    new = assigned or [None] * len(variables)
-    for number, variable in enumerate(variables):
-        regularizer = getattr(variable, "regularizer", None)
-        if regularizer is None:
-            continue
-        with at(variable):
-            value = tf.convert_to_tensor(variable.value if new[number] is None else new[number])
-            with tf.GradientTape() as tape:
-                tape.watch(value)
-                penalty = tf.cast(tf.reduce_sum(regularizer(value)), tf.float32)
-            total += penalty
-            gradients[number] = tape.gradient(penalty, value)
-        if others := [read.name for read in tape.watched_variables()]:
-            raise LossError(
-                "A regularizer gets the value of its own variable, and this one reads others, "
-                f"whose gradient would be lost. Received: {variable.path!r}, whose regularizer "
-                f"reads {others}. Add that penalty in a layer: self.add_loss(penalty)."
-            )
-    return total, gradients
+def penalty_of(variable: Any, assigned: Any = None) -> tuple[Any, Any] | None:
+    """Returns the penalty of a variable, a float32 scalar, and its gradient; None without one.
+
+    Args:
+        variable: A Keras variable, which carries its ``regularizer``.
+        assigned: The value that a layer assigns to it in this step; None for its own.
+    """
+    regularizer = getattr(variable, "regularizer", None)
+    if regularizer is None:
+        return None
+    value = tf.convert_to_tensor(variable.value if assigned is None else assigned)
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        penalty = tf.cast(tf.reduce_sum(regularizer(value)), tf.float32)
+    gradient = tape.gradient(penalty, value)
+    if others := [read.name for read in tape.watched_variables()]:
+        raise LossError(
+            "A regularizer gets the value of its own variable, and this one reads others, "
+            f"whose gradient would be lost. Received: {variable.path!r}, whose regularizer "
+            f"reads {others}. Add that penalty in a layer: self.add_loss(penalty)."
+        )
+    return penalty, gradient
 
 
 def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:

@@ -91,7 +91,7 @@ class StepMetrics:
     """
 
     def __init__(self, plain: Any, forward: Any, strategy: tf.distribute.Strategy) -> None:
-        """Takes metrics, a sequence or a dict or list by output, and the forward pass."""
+        """Use it for metrics: a sequence, or a dict or list by output; and the forward pass."""
         if forward.forward is not None and tf.nest.flatten(plain):
             raise LossError(
                 "With forward the step sees no labels and predictions, so it cannot update metrics."

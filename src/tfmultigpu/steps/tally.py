@@ -185,6 +185,13 @@ def logs_of(tallies: Tallies) -> dict[str, Any]:
     return logs
 
 
+def logs_of_step(tallies: Tallies) -> dict[str, Any]:
+    """Returns the logs of one step on one batch, which need not say how many steps they are of."""
+    logs = logs_of(tallies)
+    del logs["steps"]
+    return logs
+
+
 def _divided(total: Any, weight: Any) -> Any:
     if tf.is_tensor(total):
         return tf.math.divide_no_nan(total, weight)

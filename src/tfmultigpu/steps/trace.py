@@ -1,11 +1,10 @@
-"""What a trace of the code of the user finds, the same on every replica."""
+"""What is looked for in the trace of a step: effects, and variables without a gradient."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,45 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmultigpu.errors import LossError, TfMultiGpuError
-from tfmultigpu.steps.tally import Layout
-
-
-@dataclasses.dataclass(eq=False)
-class Trace:
-    """What the code of the user turned out to do, the same on every replica.
-
-    Tracing changes nothing else: ``replica`` calls ``note``, and draws add to ``alike``.
-
-    Attributes:
-        layout: The terms of the loss; None before the first replica.
-        present: For each target, for each trained variable, whether it has a gradient.
-        state: The Keras variables that layers, draws and metrics assign.
-        updated: The trained variables that have a gradient, of a target or a penalty.
-        alike: The ``id`` of those that every micro-batch finds as the first does: seeds.
-    """
-
-    layout: Layout | None = None
-    present: list[list[bool]] = dataclasses.field(default_factory=list)
-    state: list[Any] = dataclasses.field(default_factory=list)
-    updated: tuple[Any, ...] = ()
-    alike: set[int] = dataclasses.field(default_factory=set)
-
-    def note(self, layout: Layout, gradients: Any, state: Sequence[Any]) -> None:
-        """Takes what one replica found."""
-        present = [[gradient is not None for gradient in each] for each in gradients]
-        if self.layout is None:
-            self.layout, self.present, self.state = layout, present, list(state)
-            return
-        known = {id(variable) for variable in self.state}
-        strange = [variable.path for variable in state if id(variable) not in known]
-        if strange or present != self.present:
-            raise TfMultiGpuError(
-                "The model does something else each time that it is traced, and replicas and "
-                f"micro-batches must all do the same. Received: {strange or 'other gradients'}. "
-                "Create seed generators, metrics and variables once, in the scope of the strategy, "
-                "not in call or forward: seeds = keras.random.SeedGenerator(seed)."
-            )
+from tfmultigpu.errors import LossError
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import COUNTER, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
@@ -110,7 +110,7 @@ class RunVariables:
             if self._step is None and optimizer is not None and not optimizer.built:
                 choose_update(optimizer, model.trainable_variables, strategy, shard_update)
         if self._step is not None and spec is not None:
-            self._step.settle(lambda: spec)
+            self._step.runner.settle(lambda: spec)
 
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""

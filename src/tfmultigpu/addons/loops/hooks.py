@@ -159,7 +159,7 @@ class FitHooks(Hooks):
         loop, start = self._training, self.start
         skipped = start.step if epoch == start.epoch else 0
         if skipped:  # Metrics that wait for shapes are restored, so they must exist.
-            loop.step.settle(lambda: loop.feed.element_spec)
+            loop.step.runner.settle(lambda: loop.feed.element_spec)
         super().on_epoch_begin(epoch, logs)
         loop.feed.begin_epoch()
         loop.feed.skip(skipped)

@@ -94,7 +94,7 @@ class Loop:
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran = 0
-        for name, tally in self.step.looped(iterator, steps)[1].items():
+        for name, tally in self.step.runner.run(iterator, steps)[1].items():
             new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if new.ndim:
                 ran, fields = int(new[0]), map(dataclasses.asdict, tally.layout.terms)

@@ -28,7 +28,7 @@ from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
-from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 
 _DEFAULTS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto",

@@ -21,7 +21,7 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
-from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verbose, Verify
 

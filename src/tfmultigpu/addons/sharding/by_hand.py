@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfmultigpu.addons.sharding.reads import resource_outside
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.strategies.topology import devices_of
 
 
@@ -37,26 +38,23 @@ class LayersByHand(Feature):
     colocates_gradients = True
 
     def __init__(self, pipeline: bool = False) -> None:
-        """Takes whether micro-batches overlap."""
-        self.pipeline = pipeline
+        self.loop = self._side_by_side if pipeline else None
 
-    def bind(self, step: Any) -> None:
-        """Takes the step, if it has one replica, and for a pipeline several micro-batches."""
-        self._step = step
+    def bind(self, step: BoundStep) -> None:
+        """Keeps the model, if there is one replica, and for a pipeline several micro-batches."""
+        self._model = step.model
         replicas = step.strategy.num_replicas_in_sync
         if replicas > 1:
             raise TfMultiGpuError(
                 f"Layers are placed by hand on one replica. Received: LayersByHand and {replicas} "
                 "replicas. Write make_train_step(..., tf.distribute.get_strategy())."
             )
-        loops = [feature for feature in step.features if hasattr(feature, "loop")]
-        if self.pipeline and not loops:
+        in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
+        if self.loop is not None and not in_parts:
             raise TfMultiGpuError(
                 "A pipeline needs several micro-batches. Received: micro_batches=1. Write "
                 "micro_batches=8."
             )
-        if self.pipeline:
-            loops[0].loop = self._side_by_side
 
     def on_one_device(self) -> Feature:
         """Returns the same without a pipeline: the layers are where they are."""
@@ -74,7 +72,7 @@ class LayersByHand(Feature):
     ) -> list[Any]:
         """Adds micro-batches without a loop, so that TensorFlow computes them at one time."""
         # With one more than devices, none of these waits for the gradients of another.
-        at_once = len(devices_of(self._step.model)) + 1
+        at_once = len(devices_of(self._model)) + 1
         done = [list(values)]
         for number in range(1, most):
             with tf.device("CPU:0"):

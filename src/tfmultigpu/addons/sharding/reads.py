@@ -21,8 +21,9 @@ import tensorflow as tf
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
-from tfmultigpu.steps.gradient_features import CompileByXla
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.xla import CompileByXla
+from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import add_on_device
 from tfmultigpu.strategies.topology import is_sharded
 
@@ -122,9 +123,9 @@ class ShardedReads(Feature):
     def around_phase(self, phase: Phase) -> Phase:
         """Returns the phase, with the gradients of sharded variables added over the replicas."""
 
-        def added(shards: Shards) -> Any:
+        def added(shards: Shards, trace: Trace) -> Any:
             self._replicas = {}
-            result: Any = phase(shards)
+            result: Any = phase(shards, trace)
             # Predictions, and a search for a layer, give something else.
             is_passes = isinstance(result, list) and isinstance(result[0], Pass)
             return self._add(result) if is_passes else result

@@ -11,13 +11,15 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, furthest
-from tfmultigpu.addons.verification.one_device import OneDevice, cutter, dense, putting_back
+from tfmultigpu.addons.verification.one_device import OneDevice, dense, putting_back
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, unpack_batch
+from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.steps import phases
 from tfmultigpu.steps.assignments import DeferredAssignments
-from tfmultigpu.steps.draws import sharing_seeds
-from tfmultigpu.steps.features import Rows
-from tfmultigpu.steps.micro_batches import MicroBatches
+from tfmultigpu.steps.batches import cut_batch, shards_of
+from tfmultigpu.steps.features.draws import sharing_seeds
+from tfmultigpu.steps.features.micro_batches import MicroBatches
+from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
 
 _ROWS = 4  # Of each replica.
@@ -92,7 +94,7 @@ def locate(
         for number, shard in zip(local_replicas(step.strategy), local, strict=True)
     ]
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
-    batch = cutter(device.twin.strategy).cut(join(local))
+    batch = cut_batch(device.twin.strategy, join(local))
     layers, ((_, _, whole),) = _outputs(step, device.twin, *batch)
     others, pieces = _outputs(step, step, local, places)
     for number, layer in enumerate(layers if layers == others else ()):
@@ -109,7 +111,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
 
     layers: list[Any] = []
 
-    def replica(shard: Any, rows: Rows, *_: Any) -> Any:
+    def replica(shard: Any, rows: Rows, *_: Any, trace: Trace) -> Any:
         graph, layers[:] = tf.compat.v1.get_default_graph(), []
         calls: list[tuple[Any, Any]] = []
 
@@ -118,23 +120,21 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
             return result
 
         # Keras offers no access to the outputs of layers inside a subclassed model.
-        tracing, noting = runs.tracing_model(rows), patching(keras.Operation, "__call__", call)
+        tracing = phases.tracing_model(runs, rows)
+        noting = patching(keras.Operation, "__call__", call)
         with tracing, DeferredAssignments((), rows.counts()), noting:
-            if hasattr(step, "forward"):
-                step.forward(shard, training=hasattr(step, "optimizer"))
-            else:
-                step.model(unpack_batch(shard)[0], training=False)
+            step.run_model(shard)
         kept = [(layer, t) for layer, result in calls for t in dense(result) if t.graph is graph]
         layers[:] = [layer for layer, _ in kept]
         return rows.first, rows.count, [tf.cast(tensor, tf.float64) for _, tensor in kept]
 
     def run(local: list[Any], offsets: Any) -> Any:
-        phase: Any = functools.partial(runs.on_replicas, replica)
+        phase: Any = functools.partial(phases.on_replicas, runs.strategy, replica)
         for feature in runs.features:
             if not isinstance(feature, MicroBatches):  # In one part.
                 phase = feature.around_phase(phase)
         with sharing_seeds(step.strategy):
-            return phase(cutter(runs.strategy).shards(local, offsets))
+            return phase(shards_of(runs.strategy, local, offsets), Trace())
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))
     concrete = tf.function(run, autograph=False).get_concrete_function(*specs)

@@ -12,9 +12,12 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
 from tfmultigpu.data.batch_format import any_rows
-from tfmultigpu.steps.batches import BatchFunction
-from tfmultigpu.steps.draws import sharing_seeds
+from tfmultigpu.steps import phases
+from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.draws import sharing_seeds
+from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.steps.values import Trace
 
 
 @contextmanager
@@ -40,11 +43,11 @@ class OneDevice:
     def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
         """Takes the step and the measure."""
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
-        self.twin = step.on_one_device()
+        self.twin, self.trace = step.on_one_device(), Trace()
         self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
-        trains = None not in [f.on_one_device() for f in changing] and hasattr(step, "optimizer")
+        trains = None not in [f.on_one_device() for f in changing] and isinstance(step, TrainStep)
         # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
         # to a weight may not, as Adam where a gradient is nothing but rounding.
         kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
@@ -54,11 +57,11 @@ class OneDevice:
     @property
     def states(self) -> list[Any]:
         """The states that layers and metrics assign; known once run."""
-        return self.twin.trace.state if hasattr(self.twin, "trace") else []
+        return self.trace.state
 
     def named(self, logs: Any) -> dict[str, Any]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
-        if hasattr(self.twin, "trace"):
+        if self.twin.names:
             return {name: value for name, value in logs.items() if name != "steps"}
         return {f"output {number}": output for number, output in enumerate(dense(logs))}
 
@@ -91,10 +94,11 @@ class OneDevice:
         return [self.run(batch, compiled, each) for each in moves]
 
     def _look(self, batch: Any) -> tuple[Any, ...]:
-        cut = cutter(self.twin.strategy)
+        strategy, self.trace = self.twin.strategy, Trace()
         with sharing_seeds(self.strategy):
-            looked = self.twin.look(cut.shards(*cut.cut(batch)))
-        if not hasattr(self.twin, "trace"):
+            shards = shards_of(strategy, *cut_batch(strategy, batch))
+            looked = self.twin.look(shards, self.trace)
+        if not self.twin.names:
             return looked, ()
         tally, (first, *_), *gradients = looked
         for gradient in gradients:
@@ -119,14 +123,8 @@ class OneDevice:
         gradient = gradient._replace(variables=self._variables)
         # That of an owner is one update anyway.
         with nullcontext() if self.step.update.owned else setting(extended, update=update):
-            self.step.apply(gradient)
-        for feature in self.step.features:
-            feature.after_update(gradient)
-
-
-def cutter(strategy: tf.distribute.Strategy) -> BatchFunction:
-    """Returns what makes shards for a strategy."""
-    return BatchFunction(lambda shards: shards, strategy)
+            phases.update(self.step.update, gradient)
+        phases.advance(self.step.features, gradient, [])
 
 
 def dense(outputs: Any) -> list[Any]:

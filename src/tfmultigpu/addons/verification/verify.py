@@ -13,13 +13,15 @@ import tensorflow as tf
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, locate
-from tfmultigpu.addons.verification.one_device import OneDevice, cutter, putting_back
+from tfmultigpu.addons.verification.one_device import OneDevice, putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
-from tfmultigpu.steps.evaluate import join_rows
-from tfmultigpu.steps.features import Batch, Call, Feature
+from tfmultigpu.steps.batches import cut_batch
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.trace import warn
+from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -50,7 +52,9 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        if (kinds := len(self._step.functions)) > self._kinds:  # Frozen layers, or synchronized.
+        if (
+            kinds := len(self._step.runner.functions)
+        ) > self._kinds:  # Frozen layers, or synchronized.
             self._kinds, self._due = kinds, True
             self.verification = self._later = None
         return functools.partial(self._call, call) if self._due else call
@@ -104,10 +108,10 @@ class Verify(Feature):
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
         whole = local[0] if offsets is None else join_rows(self._strategy, local)
         whole = partition.slice_rows(whole, 0, rows)
-        local, places = cutter(self._strategy).cut(whole)
+        local, places = cut_batch(self._strategy, whole)
         shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
         cut = structure, shards, None if offsets is None else places
-        compiled = self._step.function.compiled(*cut)
+        compiled = self._step.runner.function.compiled(*cut)
         device = self._device
         if device is None or device.key != self._step.key():
             device = OneDevice(self._step, self._measure)

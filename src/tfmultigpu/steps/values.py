@@ -1,32 +1,28 @@
-"""What an optional part of a step may do, and the values that the parts of a step hand on.
+"""What travels through a step: rows, shards, what a replica gives, the gradient, the trace.
 
-A step has a replica phase, one addition, a global phase and one update::
+::
 
     rows of a replica -> Pass        forward and backward; changes no variable
     all Passes -> sums               added once, over micro-batches and replicas
     sums -> Gradient, Tally          divided once
     Gradient -> variables            updated once
 
-A ``Feature`` takes part in some of these. Draws, micro-batches, XLA, loss scaling, clipping and
-verification are features; ``make_train_step(..., features=[...])`` takes those of users.
+``steps/phases.py`` has the functions that do it, in this order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
-
-if TYPE_CHECKING:
-    from tfmultigpu.steps.program import Program
-    from tfmultigpu.steps.tally import Tallies
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.steps.tally import Layout, Tallies
 
 
 class Rows(NamedTuple):
@@ -76,7 +72,7 @@ class Shards(NamedTuple):
         local: For each replica of this process its rows, a structure of tensors.
         rows: The place of each.
         state: For each replica the values that assigned variables have before; () for their own.
-        factor: What the loss is multiplied by before the backward pass; None for 1.
+        factor: What the loss is multiplied by before the backward pass, a scalar; None for 1.
         total: The rows of the global batch, a float64 scalar.
     """
 
@@ -93,13 +89,12 @@ class Shards(NamedTuple):
             total = offsets[-1]
             weight = partition.row_weight(total, replicas) if replicas > 1 else None
             zero = tf.zeros([], tf.int64)
-            places = [
-                Rows(
-                    offsets[number], count_rows(shard), total, weight,
-                    copy=tf.where(total < replicas, zero + number, zero) if number else zero,
-                )
-                for number, shard in zip(numbers, local, strict=True)
-            ]  # fmt: skip
+            places: list[Rows] = []
+            for number, shard in zip(numbers, local, strict=True):
+                # Of a batch smaller than the replicas each has a copy; metrics count the first.
+                copy = tf.where(total < replicas, zero + number, zero) if number else zero
+                rows = Rows(offsets[number], count_rows(shard), total, weight, copy=copy)
+                places.append(rows)
             return cls(local, places, [()] * len(local), None, tf.cast(total, tf.float64))
 
     def cut(self, number: Any, parts: Any) -> Shards:
@@ -113,8 +108,10 @@ class Pass(NamedTuple):
     """What a replica gives for some rows. Only tensors: it can be added, looped and compiled.
 
     Attributes:
-        gradients: For each divisor, for each trained variable: of a sum, or None.
-        stats: The sum of each term of the loss, then the weight of each.
+        gradients: For each target of the backward pass, for each trained variable: the gradient of
+            a sum, at least float32, or None.
+        stats: ``[2 * terms]``: the sum of each term of the loss, then the weight of each; float32,
+            or float64 if one of them is.
         state: The new values of ``Trace.state``, in its order.
     """
 
@@ -125,7 +122,8 @@ class Pass(NamedTuple):
     @property
     def addends(self) -> list[Any]:
         """What is added over micro-batches and replicas: the gradients that exist, then stats."""
-        return [*[g for each in self.gradients for g in each if g is not None], self.stats]
+        existing = [each for each in tf.nest.flatten(self.gradients) if each is not None]
+        return [*existing, self.stats]
 
     def with_addends(self, values: Sequence[Any]) -> Pass:
         """Returns the same with other tensors in place of ``addends``."""
@@ -140,7 +138,8 @@ class Gradient(NamedTuple):
     """The gradient of the global batch, between the one division and the one update.
 
     Attributes:
-        tensors: A tensor for each variable that has a gradient.
+        tensors: For each variable that has a gradient a tensor of its shape, of the dtype of the
+            sum: at least float32.
         norm: The norm of all together, a scalar.
         valid: Whether there is an update, a bool scalar; None if nothing can forbid it.
         variables: The Keras variables that they are for.
@@ -152,68 +151,62 @@ class Gradient(NamedTuple):
     variables: tuple[Any, ...] = ()
 
 
-Phase = Callable[[Shards], list[Pass]]  # Cross-replica: a Pass for each replica of this process.
-Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, total) -> Pass.
-Batch = tuple[Any, list[list[Any]], Any]  # A structure, the leaves of each shard, and offsets.
-# Python: from a batch to the logs, and the tally of each step of a chain.
-Call = Callable[[Batch], "tuple[dict[str, Any], Tallies]"]
+@dataclasses.dataclass(eq=False)
+class Trace:
+    """What the code of the user turned out to do, the same on every replica.
 
+    Who traces a step makes one and hands it from phase to phase.
 
-class Feature:
-    """An optional part of a step. Each hook may be left as it is.
-
-    ``bind`` is called once. The others are called while a step is traced, ``around_call`` at each
-    call. The order of features is that of the hooks: phases nest outwards, gradients run forwards.
+    Attributes:
+        layout: The terms of the loss; None before the first replica.
+        places: Which gradients exist: for each the number of its target and that of its variable
+            among the trained ones, in the order of ``Pass.addends``.
+        targets: How many targets the backward pass has.
+        state: The Keras variables that layers, draws and metrics assign.
+        seeds: Those of them that draws took seeds from: every micro-batch finds them as the first
+            one does, and takes its rows of the same draws.
+        updated: The trained variables that have a gradient, of a target or a penalty.
     """
 
-    variables: Sequence[Any] = ()
-    colocates_gradients = False  # Whether gradients are computed where the forward pass was.
+    layout: Layout | None = None
+    places: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    targets: int = 0
+    state: list[Any] = dataclasses.field(default_factory=list)
+    seeds: list[Any] = dataclasses.field(default_factory=list)
+    updated: tuple[Any, ...] = ()
 
-    def __init_subclass__(cls) -> None:
-        """Refuses a method that is named nearly as a hook, and so would never be called."""
-        hooks = [name for name in vars(Feature) if not name.startswith("_")]
-        for name in vars(cls).keys() - set(hooks):
-            if callable(vars(cls)[name]) and (near := get_close_matches(name, hooks, 1, 0.85)):
-                raise TypeError(f"{cls.__name__}.{name} is never called. Name it {near[0]}.")
+    def note(
+        self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[Any]
+    ) -> None:
+        """Notes what one replica found.
 
-    def bind(self, step: Program) -> None:
-        """Takes the step, creates variables, and raises if the two do not fit."""
+        Raises:
+            TfMultiGpuError: It is something else than another replica or micro-batch found.
+        """
+        places: list[tuple[int, int]] = []
+        for target, of_target in enumerate(gradients):
+            existing = [number for number, each in enumerate(of_target) if each is not None]
+            places += [(target, number) for number in existing]
+        if self.layout is None:
+            self.layout, self.places, self.state = layout, places, list(state)
+            self.targets = len(gradients)
+            return
+        known = {id(variable) for variable in self.state}
+        strange = [variable.path for variable in state if id(variable) not in known]
+        if strange or places != self.places:
+            raise TfMultiGpuError(
+                "The model does something else each time that it is traced, and replicas and "
+                f"micro-batches must all do the same. Received: {strange or 'other gradients'}. "
+                "Create seed generators, metrics and variables once, in the scope of the strategy, "
+                "not in call or forward: seeds = keras.random.SeedGenerator(seed)."
+            )
 
-    def around_trace(self) -> AbstractContextManager[Any]:
-        """Returns the context in which all of a step is traced, the update included."""
-        return nullcontext()
 
-    def around_model(self, rows: Rows) -> AbstractContextManager[Any]:
-        """Returns the context, on a replica, in which the code of the user is traced."""
-        return nullcontext()
-
-    def around_backward(self) -> AbstractContextManager[Any]:
-        """Returns the context, on a replica, in which the gradients of one target are traced."""
-        return nullcontext()
-
-    def around_replica(self, replica: Replica) -> Replica:
-        """Returns the function of one replica, compiled otherwise or placed elsewhere."""
-        return replica
-
-    def around_phase(self, phase: Phase) -> Phase:
-        """Returns the function of all replicas, cut into parts or looped."""
-        return phase
-
-    def loss_factor(self) -> Any:
-        """Returns what the loss is multiplied by, and the gradient then divided; None for 1."""
-        return None
-
-    def on_gradient(self, gradient: Gradient) -> Gradient:
-        """Returns the gradient of the global batch, clipped, changed or forbidden."""
-        return gradient
-
-    def after_update(self, gradient: Gradient) -> None:
-        """Advances own state, after the update of the variables."""
-
-    def on_one_device(self) -> Feature | None:
-        """Returns what takes its place in the same step on one device; None for nothing."""
-        return None
-
-    def around_call(self, call: Call) -> Call:
-        """Returns one call of the step, verified or timed; ``call`` itself for no more of it."""
-        return call
+# Cross-replica: a Pass for each replica of this process.
+Phase = Callable[[Shards, Trace], list[Pass]]
+# In a replica: replica(shard, rows, state, factor, total, trace=trace).
+Replica = Callable[..., Pass]
+# A structure, the leaves of each shard, and offsets; without offsets one whole batch.
+Batch = tuple[Any, list[list[Any]], Any]
+# Python: from a batch to the logs, and the tally of each step of a chain.
+Call = Callable[[Batch], tuple[dict[str, Any], Tallies]]

@@ -28,7 +28,8 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.batch_norm import moments_of_replicas
-from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
+from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # What unit numbers are added to, and multiplied by, where a replica counts on.
@@ -46,13 +47,16 @@ class GlobalSeeds:
 
     Keras keeps a generator of seeds for them, one for each thread, and replicas are threads. So the
     ``generator`` of the thread that starts them serves all; the first draw has one made if there is
-    none. ``used`` has the states of all generators that were drawn from, once traced.
+    none. Create it on the thread that starts the replicas.
+
+    Attributes:
+        generator: The generator, or None so far.
+        used: The states of all generators that were drawn from, once traced.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        """Takes the strategy; call on the thread that starts the replicas."""
+    def __init__(self, strategy: tf.distribute.Strategy, used: list[Any]) -> None:
         self.generator = _compat.global_seeds()
-        self.used: list[Any] = []
+        self.used = used
         self._strategy = strategy
 
     def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +97,17 @@ class GlobalSeeds:
 
 
 @contextmanager
-def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
-    """Has draws without a seed, on this thread, draw from one generator of all replicas."""
-    seeds, name = GlobalSeeds(strategy), "global_seed_generator"
+def sharing_seeds(
+    strategy: tf.distribute.Strategy, used: list[Any] | None = None
+) -> Iterator[GlobalSeeds]:
+    """Has draws without a seed, on this thread, draw from one generator of all replicas.
+
+    Args:
+        strategy: The strategy.
+        used: A list to which the states of all generators that are drawn from are added.
+    """
+    seeds = GlobalSeeds(strategy, [] if used is None else used)
+    name = "global_seed_generator"
     before = seeds.generator
     with patching(_compat.home_of(name), name, seeds.on_replicas):
         yield seeds
@@ -114,12 +126,11 @@ class Draws(Feature):
     seeds: GlobalSeeds
 
     def __init__(self, *, by_xla: bool = False) -> None:
-        """Takes whether XLA compiles the replicas."""
         self._by_xla = by_xla
 
-    def bind(self, step: Any) -> None:
-        """Takes the step, whose trace learns which states are seeds."""
-        self._step = step
+    def bind(self, step: BoundStep) -> None:
+        """Keeps the strategy."""
+        self._strategy = step.strategy
 
     def on_one_device(self) -> Feature:
         """Returns the same: draws without a seed come from the same generator."""
@@ -128,9 +139,9 @@ class Draws(Feature):
     def around_phase(self, phase: Phase) -> Phase:
         """Shares the seeds of draws without a seed among replicas."""
 
-        def sharing(shards: Shards) -> list[Pass]:
-            with sharing_seeds(self._step.strategy) as self.seeds:
-                return phase(shards)
+        def sharing(shards: Shards, trace: Trace) -> list[Pass]:
+            with sharing_seeds(self._strategy, trace.seeds) as self.seeds:
+                return phase(shards, trace)
 
         return sharing
 
@@ -156,8 +167,6 @@ class Draws(Feature):
             for name, wrapper in wrappers.items():
                 contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
             yield
-        if hasattr(self._step, "trace"):
-            self._step.trace.alike |= {id(state) for state in self.seeds.used}
 
 
 def _place(rows: Rows, size: Any) -> tuple[Any, Any]:

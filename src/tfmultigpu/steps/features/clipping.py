@@ -1,0 +1,32 @@
+"""Clipping: the gradient of the global batch is scaled down to a largest norm, once."""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.gradients import clipped
+from tfmultigpu.steps.features.feature import Feature
+from tfmultigpu.steps.values import Gradient
+
+
+class ClipByNorm(Feature):
+    """Scales the gradient of the global batch down, so that its norm is at most a limit."""
+
+    def __init__(self, limit: float) -> None:
+        if not 0 < limit < math.inf:
+            raise ValueError(f"clip_norm is positive and finite. Received: clip_norm={limit}.")
+        self._limit = limit
+
+    def on_one_device(self) -> Feature:
+        """Returns the same, which keeps nothing."""
+        return self
+
+    def on_gradient(self, gradient: Gradient) -> Gradient:
+        """Clips; a gradient whose norm overflows is not valid, for clipping would make it NaN."""
+        valid = gradient.valid
+        if valid is not None:
+            valid &= tf.math.is_finite(gradient.norm)
+        tensors = clipped(list(gradient.tensors), self._limit, gradient.norm)
+        return gradient._replace(tensors=tuple(tensors), valid=valid)

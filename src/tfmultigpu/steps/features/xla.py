@@ -1,0 +1,55 @@
+"""XLA: forward and backward pass of each replica are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.values import Replica, Rows, Trace
+from tfmultigpu.strategies.collectives import refusing_to_meet
+
+
+class CompileByXla(Feature):
+    """Compiles forward and backward pass of each replica by XLA."""
+
+    def bind(self, step: BoundStep) -> None:
+        """Keeps the step, for its metrics."""
+        self._step = step
+
+    def on_one_device(self) -> Feature:
+        """Returns the same: XLA draws other random numbers than TensorFlow."""
+        return CompileByXla()
+
+    def around_replica(self, replica: Replica) -> Replica:
+        """Returns the function compiled, one of its own for each replica and its variables."""
+        error = TfMultiGpuError(
+            "XLA cannot compile what needs the other replicas, such as gather_rows or "
+            "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
+        )
+
+        def compiled(
+            shard: Any, rows: Rows, state: Any, factor: Any, total: Any, *, trace: Trace
+        ) -> Any:
+            if not state and not tf.distribute.has_strategy():
+                # On one device, read beforehand: XLA cannot read the part on another device.
+                trace.state = self._metric_variables()
+                state = tuple(tf.convert_to_tensor(v.value) for v in trace.state)
+
+            def run(*args: Any) -> Any:
+                return replica(*args, trace=trace)
+
+            with refusing_to_meet(error):
+                function = tf.function(run, jit_compile=True, autograph=False)
+                return function(shard, rows, state, factor, total)
+
+        return compiled
+
+    def _metric_variables(self) -> list[Any]:
+        """Returns the variables of the metrics of step and model, each once."""
+        known: dict[int, Any] = {}
+        for metric in (*self._step.metrics, *getattr(self._step.model, "metrics", ())):
+            known |= {id(variable): variable for variable in metric.variables}
+        return list(known.values())

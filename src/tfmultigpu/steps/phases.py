@@ -1,0 +1,376 @@
+"""What happens to a global batch, in the order in which it happens.
+
+A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions in their order::
+
+    phase = for_all_replicas(step, train_replica)     as features cut, loop or compile it
+    passes = phase(shards, trace)                     each replica: forward, backward -> Pass
+    sums = add_over_replicas(step, passes, trace)     the one addition
+    gradient, tally = divide(step, sums, shards, ...) the one division; penalties; features
+    commit(strategy, trace, passes, after)            what layers, draws and metrics assign
+    update(step.update, gradient, after)              the one update of the optimizer
+    advance(step.features, gradient, after)           the loss scale, for example
+
+Up to ``divide`` nothing is assigned. What may raise is in ``after``, which every assignment waits
+for: a step that raises leaves everything as it was. A batch was cut before, by ``data/partition``:
+no replica is without rows, and of fewer rows than replicas each has a copy that counts 1 / copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
+from tfmultigpu.accumulation.replicated import Replicated
+from tfmultigpu.errors import LossError
+from tfmultigpu.steps.assignments import DeferredAssignments, assign
+from tfmultigpu.steps.batch_norm import short_sums
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.global_rows import standing_at
+from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
+from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.tally import Layout, Tally
+from tfmultigpu.steps.trace import check_gradients, noting_effects
+from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
+from tfmultigpu.strategies.topology import per_replica
+
+
+class OfReplicas(Protocol):
+    """What the phases of every step need to know of it."""
+
+    strategy: tf.distribute.Strategy
+    features: tuple[Feature, ...]
+
+
+class Training(OfReplicas, Protocol):
+    """What those of a train step need besides."""
+
+    forward: Forward
+    step_metrics: StepMetrics
+    update: Replicated
+
+    @property
+    def variables(self) -> list[Any]:
+        """The trained variables."""
+
+
+# The loss scale -----------------------------------------------------------------------------------
+
+
+def loss_factor(features: Sequence[Feature]) -> Any:
+    """Returns what the loss is multiplied by, a scalar: the product of all features; None for 1."""
+    product: Any = None
+    for feature in features:
+        factor = feature.loss_factor()
+        if factor is not None:
+            product = factor if product is None else product * tf.cast(factor, product.dtype)
+    return product
+
+
+# The replicas -------------------------------------------------------------------------------------
+
+
+def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
+    """Returns the function of all replicas, as features cut, loop or compile it.
+
+    ::
+
+        for each feature: replica = feature.around_replica(replica)
+        phase = each replica of this process computes its shard by replica
+        for each feature: phase = feature.around_phase(phase)
+    """
+    for feature in step.features:
+        replica = feature.around_replica(replica)
+    phase: Phase = functools.partial(on_replicas, step.strategy, replica)
+    for feature in step.features:
+        phase = feature.around_phase(phase)
+    return phase
+
+
+def on_replicas(
+    strategy: tf.distribute.Strategy, replica: Callable[..., Any], shards: Shards, trace: Trace
+) -> list[Any]:
+    """Runs a function on every replica of this process; returns the result of each."""
+    local, rows, state = (
+        per_replica(strategy, each) for each in (shards.local, shards.rows, shards.state)
+    )
+
+    def run(*args: Any) -> Any:
+        return replica(*args, trace=trace)
+
+    result = strategy.run(run, args=(local, rows, state, shards.factor, shards.total))
+
+    # TensorFlow returns one structure, whose leaves hold the values of all replicas.
+    copies = len(shards.local)
+    leaves: list[Sequence[Any]] = []
+    for leaf in tf.nest.flatten(result):
+        values = strategy.experimental_local_results(leaf)
+        leaves.append(values if len(values) == copies else values * copies)  # None is one.
+    return [tf.nest.pack_sequence_as(result, each) for each in zip(*leaves, strict=True)]
+
+
+@contextmanager
+def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
+    """Enters, on a replica, the contexts in which the code of the user is traced."""
+    with short_sums(), standing_at(rows), ExitStack() as contexts:
+        for feature in step.features:
+            contexts.enter_context(feature.around_model(rows))
+        yield
+
+
+def train_replica(
+    step: Training, shard: Any, rows: Rows, state: Any, factor: Any, total: Any, *, trace: Trace
+) -> Pass:
+    """Goes forward and backward over the rows of one replica; changes no variable.
+
+    Args:
+        step: The step.
+        shard: The rows, a batch.
+        rows: Which rows of the global batch they are.
+        state: The values that the variables ``trace.state`` seem to have before; () for their own.
+        factor: What the loss is multiplied by; None for 1.
+        total: The rows of the global batch, a float64 scalar.
+        trace: Where what is found is noted.
+    """
+    values = [variable.value for variable in step.variables]
+    before = zip(trace.state, state, strict=False)
+    with tracing_model(step, rows), noting_effects() as effects:
+        # Forward. The sum of each loss is divided here by what is known of its divisor.
+        with DeferredAssignments(before, rows.counts()) as deferred, tf.GradientTape() as tape:
+            terms, outputs = step.forward(shard, training=True)
+            if not terms:
+                raise LossError(
+                    "There is nothing to minimise: no loss was given and no layer adds one. "
+                    "Received: loss=None. For fit write model.compile(loss='mse') or another "
+                    "loss, for a step make_train_step(model, optimizer, 'mse'), or forward=f."
+                )
+            layout = Layout.of(terms)
+            targets = layout.targets(terms, total, rows.weight, factor)
+        check_weights(layout, terms, values)
+
+        # Backward, where a layer may be called once more to save memory.
+        with deferred:
+            gradients = tuple(
+                _backward(step.features, tape, number, target, values)
+                for number, target in enumerate(targets)
+            )
+            step.step_metrics.update(outputs)
+
+    trace.note(layout, gradients, deferred.variables)
+    after = tuple(tf.identity(deferred.current(variable)) for variable in trace.state)
+    with tf.control_dependencies([*effects, *after]):  # All checks have passed.
+        stats = tf.identity(stack(terms, rows.weight))
+    return Pass(gradients, stats, after)
+
+
+def _backward(
+    features: Sequence[Feature],
+    tape: tf.GradientTape,
+    number: int,
+    target: tf.Tensor,
+    values: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Returns the gradients of a target, ready to be added: dense, at least float32, or None."""
+    # Only the first is of the tape: under a persistent one each loop of a layer would keep all
+    # that it computes.
+    by_graph = number > 0 or any(feature.colocates_gradients for feature in features)
+    with ExitStack() as contexts:
+        for feature in features:
+            contexts.enter_context(feature.around_backward())
+        found = (tf.gradients if by_graph else tape.gradient)(target, list(values))
+        gradients: list[Any] = []
+        for gradient, value in zip(found, values, strict=True):
+            gradients.append(None if gradient is None else _dense(gradient, value.shape))
+    return tuple(gradients)
+
+
+def _dense(gradient: Any, shape: Any) -> tf.Tensor:
+    gradient = tf.convert_to_tensor(gradient)  # Rows of an embedding are summed into place.
+    gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
+    wide: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
+    return wide
+
+
+# Once, for all replicas ---------------------------------------------------------------------------
+
+
+def add_over_replicas(step: Training, passes: Sequence[Pass], trace: Trace) -> list[list[Any]]:
+    """Adds gradients, sums and weights over all replicas: the one addition.
+
+    Returns:
+        The sums, in the order of ``Pass.addends``: one list, or one for each replica of this
+        process if they share no memory.
+    """
+    addends: list[list[Any]] = []
+    for one in passes:
+        # An add-on that has added up a gradient leaves None for it on the other replicas.
+        existing = [one.gradients[target][number] for target, number in trace.places]
+        addends.append([*existing, one.stats])
+    trained = step.variables
+    return step.update.add(addends, [trained[number] for _, number in trace.places])
+
+
+@dataclasses.dataclass
+class _Trained:
+    """A trained variable, on the way from the sums of its gradients to its gradient.
+
+    Attributes:
+        variable: The Keras variable.
+        sums: The number of each target that has a gradient for it, with the sum of that.
+        assigned: The value that a layer assigns to it in this step, as SpectralNormalization does.
+        penalty: The gradient of its regularizer, or None.
+        gradient: The gradient of the global batch, at least float32, or None.
+    """
+
+    variable: Any
+    sums: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    assigned: Any = None
+    penalty: Any = None
+    gradient: Any = None
+
+
+def divide(
+    step: Training, sums: list[list[Any]], shards: Shards, state: Sequence[Any], trace: Trace
+) -> tuple[Gradient, Tally]:
+    """Turns sums over the global batch into its gradient and its tally: the one division.
+
+    It happens where the sums are: once, or on each replica if they share no memory, alike.
+
+    Args:
+        step: The step.
+        sums: What ``add_over_replicas`` returns.
+        shards: The global batch.
+        state: The new values of ``trace.state``, alike on all replicas.
+        trace: What the replicas found.
+    """
+    new = dict(zip(map(id, trace.state), state, strict=True))
+    assigned = [new.get(id(variable)) for variable in step.variables]
+
+    def finish(*args: Any) -> Any:
+        return _divide_here(step, trace, *args)
+
+    gradient, (numbers, last) = step.update.where(
+        finish, sums, shards.total, shards.factor, assigned
+    )
+    gradient = gradient._replace(variables=trace.updated)
+    return gradient, Tally(trace.layout, numbers, last)
+
+
+def _divide_here(
+    step: Training, trace: Trace, sums: list[Any], total: Any, factor: Any, assigned: Sequence[Any]
+) -> tuple[Gradient, tuple[Any, Any]]:
+    """Checks the weights, divides, regularises, and has the features change the gradient.
+
+    Returns:
+        The gradient, whose ``variables`` are left out: ``strategy.run`` returns tensors only. Then
+        the vectors of the tally.
+    """
+    layout = trace.layout
+    assert layout is not None
+    *gradient_sums, stats = sums
+    sums_of_losses, weights = layout.unstack(stats)
+
+    # The weights must be those that the replicas have divided by.
+    with tf.control_dependencies(layout.check(weights, total)):
+        total = tf.identity(total)
+
+    trained = [_Trained(variable) for variable in step.variables]
+    for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
+        trained[number].sums.append((target, gradient_sum))
+    for each, value in zip(trained, assigned, strict=True):
+        each.assigned = value
+
+    # Regularise, once. The penalties of variables that are not trained here are in the loss too.
+    penalty = _regularize(step, trained)
+
+    # Divide. What the loss was multiplied by is taken out as well.
+    corrections = layout.corrections(trace.targets, weights, total)
+    if factor is not None:
+        wide = [1.0 if each is None else tf.cast(each, tf.float32) for each in corrections]
+        corrections = [each / factor for each in wide]
+    for each in trained:
+        with step.update.at(each.variable):
+            each.gradient = _total(each, corrections)
+    check_gradients([each.variable for each in trained], [each.gradient for each in trained])
+
+    # Features see the gradient of the global batch, and decide about the update.
+    updated = [each for each in trained if each.gradient is not None]
+    trace.updated = tuple(each.variable for each in updated)
+    tensors = tuple(each.gradient for each in updated)
+    norm = global_norm(tensors)
+    gradient = Gradient(tensors, norm, None, trace.updated)
+    for feature in step.features:
+        gradient = feature.on_gradient(gradient)
+
+    # The numbers of this step, for the logs.
+    skipped = 0.0 if gradient.valid is None else ~gradient.valid
+    last = (norm, tf.ones([]) if factor is None else factor)
+    tally = Tally.of_step(
+        layout, sums_of_losses, weights, penalty, total, skipped=skipped, last=last
+    )
+    cast = zip(gradient.tensors, trace.updated, strict=True)
+    tensors = tuple(tf.cast(tensor, variable.dtype) for tensor, variable in cast)
+    return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
+
+
+def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
+    """Gives each variable the gradient of its penalty, and returns all penalties together."""
+    total: Any = tf.zeros([])
+    known = {id(each.variable): each for each in trained}
+    others = [v for v in step.forward.model.trainable_variables if id(v) not in known]
+    for variable in (*(each.variable for each in trained), *others):
+        each = known.get(id(variable), _Trained(variable))
+        with step.update.at(variable):
+            if (found := penalty_of(variable, each.assigned)) is not None:
+                penalty, gradient = found
+                each.penalty = None if gradient is None else _dense(gradient, variable.shape)
+                total += penalty
+    return total
+
+
+def _total(trained: _Trained, corrections: Sequence[Any]) -> Any:
+    """Returns the gradient of a variable: its penalty, and the sum of each target, corrected."""
+    gradient = trained.penalty
+    for target, gradient_sum in trained.sums:
+        part = tf.identity(gradient_sum)
+        if (correction := corrections[target]) is not None:
+            part *= tf.cast(correction, part.dtype)
+        gradient = part if gradient is None else gradient + part
+    return gradient
+
+
+# Assignments --------------------------------------------------------------------------------------
+
+
+def commit(
+    strategy: tf.distribute.Strategy, trace: Trace, passes: Sequence[Pass], after: Sequence[Any]
+) -> None:
+    """Assigns what layers, draws and metrics have computed, ``after`` all that may fail."""
+    if trace.state:
+        values = per_replica(strategy, [one.state for one in passes])
+        strategy.run(functools.partial(assign, trace.state, after=after), args=(values,))
+
+
+def update(updates: Replicated, gradient: Gradient, after: Sequence[Any] = ()) -> None:
+    """Makes one step of the optimizer, if the gradient is valid."""
+
+    def apply() -> Any:
+        updates.apply(gradient.tensors, list(gradient.variables), after)
+        return tf.no_op()
+
+    if gradient.valid is None:
+        apply()
+    else:
+        tf.cond(gradient.valid, apply, tf.no_op)
+
+
+def advance(features: Sequence[Feature], gradient: Gradient, after: Sequence[Any]) -> None:
+    """Has features advance their own state; a step that raises advances nothing."""
+    with tf.control_dependencies(after):
+        for feature in features:
+            feature.after_update(gradient)

@@ -1,0 +1,104 @@
+"""The predict step: predictions for one global batch, each row once and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.steps import phases
+from tfmultigpu.steps.agreement import check_values_alike
+from tfmultigpu.steps.assignments import DeferredAssignments, assign
+from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.runner import ModelStep, Runner
+from tfmultigpu.steps.tally import Tallies
+from tfmultigpu.steps.values import Rows, Shards, Trace
+from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.topology import per_replica
+
+
+class PredictStep(ModelStep):
+    """Predictions for one global batch; what ``make_predict_step`` returns.
+
+    Only x of a batch ``(x, y)`` or ``(x, y, sample_weight)`` is used.
+
+    Attributes:
+        strategy: The strategy.
+        features: Its optional parts.
+        model: The model.
+    """
+
+    names: tuple[str, ...] = ()
+    metrics: tuple[Any, ...] = ()
+
+    def __init__(
+        self, model: Any, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()
+    ) -> None:
+        """Use ``make_predict_step``, which checks what it is given."""
+        self.strategy, self.features = strategy, tuple(features)
+        self.model = model
+        self.runner = Runner(self)
+
+    def key(self) -> Hashable:
+        """Returns nothing: a prediction depends on the batch alone."""
+        return ()
+
+    def prepare(self, spec: Callable[[], Any]) -> bool:
+        """Builds the model."""
+        prepare_model(self.model, self.strategy, spec())
+        check_values_alike(self.strategy, self.model)
+        return False
+
+    def compute(self, shards: Shards, trace: Trace) -> tuple[Any, Tallies]:
+        """Predicts one global batch, and returns no tallies; traced."""
+        return self.look(shards, trace), {}
+
+    def look(self, shards: Shards, trace: Trace) -> Any:
+        """Predicts one global batch; traced."""
+        parts: list[Any] = phases.for_all_replicas(self, self._replica)(shards, trace)
+        joined = join_rows(self.strategy, parts)
+        replicas = self.strategy.num_replicas_in_sync
+        if replicas == 1:
+            return joined
+        # A small batch went to every replica whole: the first copy is the batch.
+        copies = tf.where(shards.rows[0].total < replicas, tf.constant(replicas, tf.int64), 1)
+        return tf.nest.map_structure(
+            lambda rows: None if rows is None else rows[: count_rows(rows) // copies], joined
+        )
+
+    def _replica(self, shard: Any, rows: Rows, *_: Any, trace: Trace) -> Any:
+        # A metric in a layer counts the rows of a small batch once, not once per copy.
+        tracing = phases.tracing_model(self, rows)
+        with tracing, DeferredAssignments((), rows.counts()) as deferred:
+            outputs = self.model(unpack_batch(shard)[0], training=False)
+        variables = deferred.variables
+        assign(variables, [deferred.current(variable) for variable in variables], [])
+        return outputs
+
+    def run_model(self, shard: Any) -> None:
+        """Runs the model on a shard, for whoever watches its layers; traced."""
+        self.model(unpack_batch(shard)[0], training=False)
+
+    def on_one_device(self) -> PredictStep:
+        """Returns the same for the default strategy."""
+        features = self.features_on_one_device()
+        twin = PredictStep(self.model, tf.distribute.get_strategy(), features)
+        return twin.bind(known=self.features)
+
+
+def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
+    """Returns the rows of all replicas in order, from those of each of this process."""
+    replicas = strategy.num_replicas_in_sync
+
+    def join(*parts: Any) -> Any:
+        if parts[0] is None or replicas == 1:
+            return parts[0]
+        if len(parts) < replicas:
+            return gather_rows(strategy, per_replica(strategy, list(parts)))
+        sparse = isinstance(parts[0], tf.SparseTensor)
+        return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
+
+    return tf.nest.map_structure(join, *local)

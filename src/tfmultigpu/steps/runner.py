@@ -1,0 +1,356 @@
+"""Running a computation on batches: one by one, or many in a loop.
+
+A ``Runner`` knows kinds of batches, traces and loops, and nothing of losses. What a step computes
+is its ``Computation``: from the shards of one global batch to a result and tallies. A call, a loop
+and the sums of an epoch are views of the tallies.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, Self, cast
+
+import tensorflow as tf
+
+from tfmultigpu.arguments import check_count
+from tfmultigpu.data import ShardIterator
+from tfmultigpu.data.batch_format import structure_of
+from tfmultigpu.errors import DataError
+from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
+from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.global_rows import GATHERED
+from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
+from tfmultigpu.steps.values import Batch, Call, Shards, Trace
+from tfmultigpu.strategies.topology import describe, local_replicas
+
+# Of an element of data to shards and offsets.
+Split = Callable[[Any], tuple[list[Any], Any]]
+_ANY_SHAPE: Any = None  # Of a tally, whose vectors are scalars of no step.
+
+
+class Computation(Protocol):
+    """What a step computes on one global batch.
+
+    Attributes:
+        strategy: The strategy.
+        names: The names of its tallies: ``("",)`` for a step by itself, those of the steps of a
+            chain, none for predictions.
+    """
+
+    strategy: tf.distribute.Strategy
+    names: tuple[str, ...]
+
+    def key(self) -> Hashable:
+        """Returns what a trace depends on besides the batch; None: call ``prepare`` first."""
+
+    def prepare(self, spec: Callable[[], Any]) -> bool:
+        """Builds what a trace needs.
+
+        Args:
+            spec: Returns the type specs of a batch.
+
+        Returns:
+            Whether all traces made before are of no use any more.
+        """
+
+    def compute(self, shards: Shards, trace: Trace) -> tuple[Any, Tallies]:
+        """Computes one global batch; traced. Returns what a call returns, and the tallies."""
+
+    def around_trace(self) -> AbstractContextManager[Any]:
+        """Returns the context in which all of it is traced."""
+
+    def around_call(self, call: Call) -> Call:
+        """Returns a call with what watches it; ``call`` itself if nothing does."""
+
+
+class Runner:
+    """Runs a computation on batches.
+
+    Attributes:
+        computation: What it runs.
+        layouts: What the numbers of each tally are; known once traced.
+        function: The traces for what is trained and synchronized now.
+        functions: The same for each key of the computation so far.
+    """
+
+    def __init__(self, computation: Computation) -> None:
+        self.computation, self.strategy = computation, computation.strategy
+        self.layouts: Mapping[str, Layout] = {}
+        self.functions: dict[Hashable, BatchFunction] = {}
+        self.function: BatchFunction = BatchFunction(self._trace, self.strategy)
+        self._loops: list[tuple[Any, Any, float]] = []
+        self._length = CallLength(self.strategy)
+        self._key: Hashable = None
+
+    def settle(self, spec: Callable[[], Any]) -> None:
+        """Prepares the computation, if what a trace depends on has changed; before each step."""
+        if self._key is not None and self.computation.key() == self._key:
+            return
+        if self.computation.prepare(spec):
+            self.functions, self._loops = {}, []
+        self._key = self.computation.key()
+        new = BatchFunction(self._trace, self.strategy)
+        self.function = self.functions.setdefault(self._key, new)
+
+    def _trace(self, shards: Shards) -> tuple[Any, tuple[Any, ...]]:
+        """Traces the computation: returns its result, and the vectors of its tallies."""
+        with self.computation.around_trace():
+            result, tallies = self.computation.compute(shards, Trace())
+        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
+        return result, _vectors(tallies)
+
+    def _tallies(self, vectors: Sequence[Any]) -> Tallies:
+        """Returns the tallies that vectors belong to; compiled functions return vectors alone."""
+        turn = iter(vectors)
+        return {
+            name: Tally(self.layouts.get(name), next(turn), next(turn))
+            for name in self.computation.names
+        }
+
+    # One batch ----------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Any:
+        """Computes one batch: an element of a distributed dataset, or a whole global batch."""
+        self.settle(lambda: self.function.spec_of(batch))
+        if tf.inside_function():
+            return self.function(batch)[0]
+        return self.call((batch, *self.function.parts_of(batch)))[0]
+
+    def call(self, batch: Batch) -> tuple[Any, Tallies]:
+        """Runs one batch, with what watches the calls of the computation."""
+        return self.computation.around_call(self._run)(batch)
+
+    @property
+    def watches(self) -> bool:
+        """True if something watches each call, which a loop cannot."""
+        return self.computation.around_call(self._run) != self._run
+
+    def _run(self, batch: Batch) -> tuple[Any, Tallies]:
+        result, vectors = self.function.run(*batch)
+        return result, self._tallies(vectors)
+
+    # Many batches -------------------------------------------------------------------------------
+
+    def run(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+        """Computes up to ``steps`` batches, and returns their logs and the tallies behind them.
+
+        ::
+
+            while there are steps left and the data has not ended:
+                if calls are watched: call one batch
+                else: one compiled loop over as many as pass between two looks at Ctrl-C
+        """
+        source, kind, split = self._opened(iterator, steps)
+        spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
+        self.settle(lambda: spec)
+        kind = (self._key, kind, tf.type_spec_from_value(source))
+        zero = tf.zeros([], tf.float64)
+        done: Tallies = {name: Tally(None, zero, zero) for name in self.computation.names}
+        if tf.inside_function():
+            with explaining_failures(self.strategy):
+                loop, _ = self._find(kind, split)
+                logs, vectors = loop(source, tf.cast(steps, tf.int64), *_vectors(done))
+            return dict(logs), self._tallies(vectors)
+
+        ran = 0
+        while ran < steps:
+            if self.watches and (batch := self._next_batch(source, split)) is not None:
+                done, ran = add(done, self.call(batch)[1]), ran + 1
+                continue
+            loop, most = self._find(kind, split)
+            # Ctrl-C is heard between calls.
+            asked = min(most, int(steps) - ran, self._length.steps)
+            began = time.perf_counter()
+            with explaining_failures(self.strategy):
+                logs, vectors = loop(source, tf.cast(asked, tf.int64), *_vectors(done))
+                done = self._tallies(vectors)
+                if ran + asked == steps:  # Reading logs waits for a GPU.
+                    return dict(logs), done
+                before, ran = ran, int(logs["steps"])
+                self._length.note(ran - before, began)
+            if ran - before < asked:
+                return dict(logs), done
+        return logs_of(done), done
+
+    def _next_batch(self, source: Any, split: Split) -> Batch | None:
+        """Returns the next batch of an iterator, cut; None at the end of its data."""
+        with explaining_failures(self.strategy):
+            element = next(source, None)
+            if element is None:
+                return None
+            local, offsets = split(element)
+        return local[0], [tf.nest.flatten(shard) for shard in local], offsets
+
+    def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
+        """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
+        check_called_from(self.strategy)
+        if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
+            raise DataError(
+                "step.run takes an iterator, which remembers where it is. Received: "
+                f"{type(iterator).__name__}. Write iterator = "
+                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+            )
+        if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
+            check_count("steps", steps, error=ValueError)
+        if not isinstance(iterator, ShardIterator):
+
+            def split(element: Any) -> tuple[list[Any], Any]:
+                return cut_batch(self.strategy, element)
+
+            return iterator, structure_of(iterator.element_spec), split
+        if iterator.cut.strategy is not self.strategy:
+            raise DataError(
+                f"Received: data for {describe(iterator.cut.strategy)}; a step for "
+                f"{describe(self.strategy)}. Give distribute_dataset and make_train_step the same "
+                "strategy: tmg.distribute_dataset(dataset, strategy)."
+            )
+        return iterator.source, iterator.cut, iterator.cut.split
+
+    def _find(self, kind: Any, split: Split) -> tuple[Any, float]:
+        """Returns the compiled loop for a kind of iterator, and the most steps of a call."""
+        for known, loop, most in self._loops:  # Specs of dicts compare but do not hash.
+            if known == kind:
+                return loop, most
+        count = tf.TensorSpec([], tf.int64)
+        vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
+        loop = self._compile(split).get_concrete_function(kind[-1], count, *vectors)
+        # In one call TensorFlow allows a collective of several workers one shape only, and gathered
+        # rows differ from batch to batch.
+        most = math.inf
+        if len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync:
+            functions = loop.graph.as_graph_def().library.function
+            if any(GATHERED in node.name for body in functions for node in body.node_def):
+                most = 1
+        self._loops.append((kind, loop, most))
+        return loop, most
+
+    def _compile(self, split: Split) -> Any:
+        def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
+            _, added = self._trace(shards_of(self.strategy, *split(element)))
+            return _vectors(add(self._tallies(vectors), self._tallies(added)))
+
+        def run(source: Any, steps: Any, *vectors: Any) -> Any:
+            vectors = _loop_over(source, steps, step, vectors)
+            return logs_of(self._tallies(vectors)), vectors
+
+        return tf.function(run, autograph=False)
+
+
+class Step:
+    """A computation that is called with batches: what the functions ``make_..._step`` return."""
+
+    runner: Runner
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, batch: Any, *more: Any) -> Any:
+        """Computes one batch: an element of a distributed dataset, or a whole global batch.
+
+        Raises:
+            TypeError: It is called with several arguments.
+            DataError: The batch has no rows, or was distributed for another strategy.
+            ScopeError: It is called on a replica, or under another strategy.
+        """
+        if more:
+            raise TypeError(f"A step takes one batch, not {1 + len(more)}. Write step((x, y)).")
+        return self.runner(batch)
+
+
+class ModelStep(Step):
+    """A step of one model, with features.
+
+    Attributes:
+        features: Its optional parts, in their order.
+    """
+
+    features: tuple[Feature, ...]
+
+    @property
+    def verification(self) -> Any:
+        """The comparison of the last verified step with one device; None before the first."""
+        found = [each.verification for each in self.features if each.verification is not None]
+        return found[0] if found else None
+
+    @contextmanager
+    def around_trace(self) -> Iterator[None]:
+        """Enters the contexts in which features have all of the step traced."""
+        with ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.around_trace())
+            yield
+
+    def around_call(self, call: Call) -> Call:
+        """Returns a call with what features do around it."""
+        for feature in self.features:
+            call = feature.around_call(call)
+        return call
+
+    def features_on_one_device(self) -> list[Feature]:
+        """Returns what takes the place of the features in the same step on one device."""
+        others = [feature.on_one_device() for feature in self.features]
+        return [feature for feature in others if feature is not None]
+
+    def bind(self, known: Sequence[Feature] = ()) -> Self:
+        """Gives itself to its features, but not to those that are ``known`` to have a step."""
+        for feature in self.features:
+            if all(feature is not each for each in known):
+                # Features of train steps alone ask for an optimizer.
+                feature.bind(cast(BoundStep, self))
+        return self
+
+
+class Looped:
+    """A step whose results are sums, so that many batches can be computed in one call."""
+
+    runner: Runner
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Computes up to ``steps`` batches in one call, which saves the cost of calls.
+
+        Args:
+            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
+            steps: How many, at least 1.
+
+        Returns:
+            Logs, with ``"steps"``, how many ran, int64: fewer where the data ended. Losses are
+            means over these steps; weights and ``"skipped"`` are sums, the rest is of the last
+            step.
+
+        Raises:
+            DataError: It is another iterator, or for another strategy; or a batch has no rows.
+            ValueError: ``steps`` is less than 1.
+        """
+        return self.runner.run(iterator, steps)[0]
+
+
+def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:
+    """Takes each element before its step, which is in a branch: the data may have ended."""
+
+    def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
+        optional = source.get_next_as_optional()
+        more: Any = optional.has_value()
+        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
+        with tf.device("CPU:0"):
+            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
+
+    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
+    # begin only after a GPU had ended the one before.
+    with tf.device("CPU:0"):
+        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
+    _, *vectors = tf.while_loop(
+        lambda left, *_: left > 0,
+        body,
+        [left, *vectors],
+        shape_invariants=[left.shape, *[tf.TensorShape(_ANY_SHAPE)] * len(vectors)],
+        parallel_iterations=1,
+    )
+    return tuple(vectors)
+
+
+def _vectors(tallies: Tallies) -> tuple[Any, ...]:
+    return tuple(vector for tally in tallies.values() for vector in tally[1:])

@@ -1,0 +1,182 @@
+"""The train step: one optimizer step on one global batch, as a compiled function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.gradients import refuse_float8
+from tfmultigpu.accumulation.replicated import Replicated
+from tfmultigpu.accumulation.settings import Settings
+from tfmultigpu.accumulation.update import choose_update
+from tfmultigpu.steps import phases
+from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
+from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.objective import Forward
+from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.runner import Looped, ModelStep, Runner
+from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
+from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
+from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.types import ShardUpdate
+
+
+class TrainStep(ModelStep, Looped):
+    """One optimizer step on one global batch; what ``make_train_step`` returns.
+
+    Attributes:
+        strategy: The strategy.
+        features: Its optional parts, in their order.
+        model: The model it trains.
+        optimizer: The optimizer; its settings may change between steps.
+        forward: The forward pass: the model and its loss.
+        metrics: The Keras metrics that it updates.
+        update: Who adds gradients and who updates variables: ``update.reason`` says why.
+        trace: What the last trace found.
+    """
+
+    names: tuple[str, ...] = ("",)
+    update: Replicated
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: Any,
+        strategy: tf.distribute.Strategy,
+        features: Sequence[Feature] = (),
+        *,
+        metrics: StepMetrics,
+        shard_update: ShardUpdate = "auto",
+        settings: Mapping[str, Any] | None = None,
+        update: Replicated | None = None,
+    ) -> None:
+        """Use ``make_train_step``, which checks what it is given.
+
+        Args:
+            forward: The forward pass.
+            optimizer: The optimizer.
+            strategy: The strategy.
+            features: The features, in their order; whoever makes the step binds them.
+            metrics: The metrics.
+            shard_update: As for ``make_train_step``.
+            settings: What the workers compare before the first step.
+            update: Who adds and updates; None to choose it when the model is built.
+        """
+        self.strategy, self.features = strategy, tuple(features)
+        self.model, self.forward, self.optimizer = forward.model, forward, optimizer
+        self.step_metrics, self.metrics = metrics, metrics.all
+        self.trace = Trace()
+        self.runner = Runner(self)
+        self._shard_update, self._settings = shard_update, Settings()
+        self._unchecked = settings  # What the workers have not compared yet.
+        self._layers: list[Any] = []
+        self._version, self._batch_spec = 0, None
+        if update is not None:
+            self.update = update
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that it trains; frozen ones are left out."""
+        return self.forward.trained
+
+    @property
+    def train_steps(self) -> tuple[TrainStep, ...]:
+        """The steps of a chain, each once; here the step itself."""
+        return (self,)
+
+    def changed_variables(self) -> list[Any]:
+        """Returns what a step changes: of model, optimizer, features, and closures of forward."""
+        states = [variable for feature in self.features for variable in feature.variables]
+        metrics = [*self.metrics, *getattr(self.model, "metrics", ())]
+        known = {id(v) for owner in (self.model, *metrics) for v in owner.variables}
+        beside = () if self.forward.forward is None else self.trace.state
+        closures = [variable for variable in beside if id(variable) not in known]
+        return [*self.model.variables, *self.optimizer.variables, *states, *closures]
+
+    # What a trace takes in ----------------------------------------------------------------------
+
+    def key(self) -> Hashable:
+        """Returns what is frozen, and a number that counts changes of optimizer settings."""
+        if self._batch_spec is None or self._settings.changed(self.optimizer):
+            return None
+        trained = tuple([id(variable) for variable in self.variables])
+        layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
+        return self._version, trained, tuple(layers)
+
+    def prepare(self, spec: Callable[[], Any]) -> bool:
+        """Builds the model, its metrics and the optimizer, and takes in changed settings."""
+        first = self._batch_spec is None
+        batch_spec = spec() if first else self._batch_spec
+        self.build(batch_spec)
+        if first:
+            check_values_alike(self.strategy, self.model, self.optimizer)
+            self.step_metrics.build(self.model, batch_spec)
+            self._batch_spec = batch_spec
+        is_stale = self._settings.changed(self.optimizer)
+        self._version += is_stale
+        self._settings.note(self.optimizer)
+        return is_stale
+
+    def build(self, batch_spec: Any = None) -> None:
+        """Builds model and optimizer, if they are not, and chooses who updates.
+
+        Args:
+            batch_spec: The type specs of a batch; None for a model that is built.
+        """
+        prepare_model(self.model, self.strategy, batch_spec)
+        refuse_float8(self.model.trainable_variables)
+        # What the optimizer remembers is made by all workers together, and so is a step.
+        due = batch_spec is not None or not self.optimizer.built
+        if self._unchecked is not None and due and not tf.inside_function():
+            check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
+            self._unchecked = None
+        self.update = choose_update(
+            self.optimizer, self.variables, self.strategy, self._shard_update
+        )
+        self._layers = all_layers(self.model)
+
+    # The step -----------------------------------------------------------------------------------
+
+    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
+        """Trains on one global batch; traced."""
+        tally, passes, gradient = self.look(shards, trace)
+        after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
+        # Also if the update is skipped, and before it: weights may be among them.
+        phases.commit(self.strategy, trace, passes, after)
+        phases.update(self.update, gradient, after)
+        phases.advance(self.features, gradient, after)
+
+        self._settings.note(self.optimizer, traced=True)
+        self.trace = trace
+        tallies = {"": tally}
+        return logs_of_step(tallies), tallies
+
+    def look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass], Gradient]:
+        """Computes the gradient of one global batch and assigns nothing; traced."""
+        shards = shards._replace(factor=phases.loss_factor(self.features))
+        replica = functools.partial(phases.train_replica, self)
+        passes = phases.for_all_replicas(self, replica)(shards, trace)
+        sums = phases.add_over_replicas(self, passes, trace)
+        gradient, tally = phases.divide(self, sums, shards, passes[0].state, trace)
+        return tally, passes, gradient
+
+    def run_model(self, shard: Any) -> None:
+        """Runs the forward pass on a shard, for whoever watches its layers; traced."""
+        self.forward(shard, training=True)
+
+    def on_one_device(self) -> TrainStep:
+        """Returns the same for the default strategy, for ``look``: it updates nothing."""
+        strategy = tf.distribute.get_strategy()
+        twin = TrainStep(
+            self.forward,
+            self.optimizer,
+            strategy,
+            self.features_on_one_device(),
+            metrics=self.step_metrics,
+            update=Replicated(self.optimizer, strategy, "one device"),
+        )
+        return twin.bind(known=self.features)
