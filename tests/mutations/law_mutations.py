@@ -98,14 +98,14 @@ LAW = (
     ),
     broken(
         "the loss of many steps is a mean of their losses",
-        "[rows] * count) if by_rows else (sums, weights)",
-        "[rows] * count)",
+        "        if by_rows:\n            sums, divisors",
+        "        if True:\n            sums, divisors",
         f"{RUN}::test_the_data_ends_within_a_call[N=2]",
     ),
     broken(
         "losses of several outputs are weighed alike over many steps",
-        "if by_rows else (sums, weights)",
-        "if by_rows else (sums, [rows] * count)",
+        "sums, divisors = numbers.sums, numbers.weights",
+        "sums, divisors = numbers.sums, [numbers.rows] * len(self.terms)",
         f"{EVALUATION}::test_several_batches_in_one_call",
     ),
     # Weight regularisation ------------------------------------------------------------------------

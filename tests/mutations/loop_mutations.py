@@ -14,8 +14,8 @@ LOOPS = (
     ),
     broken(
         "losses of an epoch are divided by other than its rows",
-        "(of_steps, [rows] * count) if by_rows",
-        "(of_steps, [rows + 1.0] * count) if by_rows",
+        "numbers.means_of_rows, [numbers.rows] *",
+        "numbers.means_of_rows, [numbers.rows + 1.0] *",
         "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
         "test_fit.py::test_a_step_or_a_forward_of_ones_own[3-forward]",
     ),

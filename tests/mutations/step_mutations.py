@@ -42,8 +42,8 @@ STEPS = (
     ),
     broken(
         "regularisation is not in the loss",
-        "wide[-2] * rows])",
-        "0.0 * rows])",
+        "sums.append(tf.cast(penalty, tf.float64) * rows)",
+        "sums.append(0.0 * rows)",
         f"{W}[N=3, sum]",
         f"{ZERO}[N=1, mean_with_sample_weight]",
     ),
@@ -204,10 +204,10 @@ STEPS = (
     ),
     broken(
         "the History of a chain is a mean over batches",
-        "(of_steps, [rows] * count) if by_rows",
-        "(of_steps, [numbers[0]] * count) if by_rows",
+        "numbers.means_of_rows, [numbers.rows] *",
+        "numbers.means_of_rows, [numbers.steps] *",
         "test_chain.py::test_fit_runs_the_chain_on_each_batch",
-        also=(("divisors, means * rows], 0)", "divisors, means], 0)"),),
+        also=(("divided_by, means * rows], 0)", "divided_by, means], 0)"),),
     ),
     broken(
         "out of memory does not name the batch",

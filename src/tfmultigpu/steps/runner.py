@@ -149,8 +149,7 @@ class Runner:
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         kind = (self._key, kind, tf.type_spec_from_value(source))
-        zero = tf.zeros([], tf.float64)
-        done: Tallies = {name: Tally(None, zero, zero) for name in self.computation.names}
+        done: Tallies = {name: Tally.empty() for name in self.computation.names}
         if tf.inside_function():
             with explaining_failures(self.strategy):
                 loop, _ = self._find(kind, split)

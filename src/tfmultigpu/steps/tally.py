@@ -12,7 +12,38 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
 
-_COUNTERS = "steps", "rows", "skipped"
+
+class Numbers(NamedTuple):
+    """The numbers of a tally, by name: tensors, or floats.
+
+    Attributes:
+        steps: How many steps they are of.
+        rows: The rows of their global batches.
+        skipped: How many steps loss scaling skipped.
+        sums: For each term of the loss its sum.
+        weights: For each term what divides its sum.
+        means_of_rows: For each term the mean of each step times the rows of that step.
+    """
+
+    steps: Any
+    rows: Any
+    skipped: Any
+    sums: Sequence[Any]
+    weights: Sequence[Any]
+    means_of_rows: Sequence[Any]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Numbers:
+        """Names the entries of ``Tally.sums``."""
+        steps, rows, skipped, *of_terms = values
+        count = len(of_terms) // 3
+        parts = (of_terms[first : first + count] for first in (0, count, 2 * count))
+        return cls(steps, rows, skipped, *parts)
+
+    @staticmethod
+    def length(terms: int) -> int:
+        """Returns how many numbers there are for so many terms."""
+        return 3 + 3 * terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +74,37 @@ class Layout:
         return [i for i, t in enumerate(self.own) if t.per_row is None and not t.fixed]
 
     def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
-        """Returns what is differentiated: one scalar per divisor, that of the known ones first.
+        """Returns what is differentiated: a scalar for each divisor, first for all known ones.
 
-        A divisor that follows from the rows of the global batch divides here. For others the rows
-        do, which keeps float16 gradients small; ``corrections`` does the rest after the addition.
+        ::
+
+            known divisor:  factors * sum / divisor, all of these terms added
+            others:         factors * sum / rows, one by one; ``corrections`` multiplies what was
+                            added over the replicas by rows / weight
+
+        A weight is known here if it follows from the rows of the global batch. Else the rows
+        divide: a sum that nothing had divided would overflow float16.
+
+        Args:
+            terms: The terms of this replica.
+            rows: The rows of the global batch, a float64 scalar.
+            *factors: What every term is multiplied by, scalars; None for 1.
         """
-        scaled = []
-        for term in terms:
+        known: list[Any] = []
+        measured: list[Any] = []
+        for number, term in enumerate(terms):
             divisor = 1.0 if term.fixed else rows * (term.per_row or 1.0)
             product = tf.cast(term.factor / divisor, term.sum.dtype)
             for factor in factors:
-                product = product if factor is None else product * tf.cast(factor, product.dtype)
-            scaled.append(term.sum * product)
-        late = self.measured
-        known = [target for number, target in enumerate(scaled) if number not in late]
-        wide = tf.float64 if any(v.dtype == tf.float64 for v in known) else tf.float32
-        total = known if len(known) < 2 else [tf.add_n([tf.cast(v, wide) for v in known])]
-        return [*total, *(scaled[number] for number in late)]
+                if factor is not None:
+                    product = product * tf.cast(factor, product.dtype)
+            late = number in self.measured
+            (measured if late else known).append(term.sum * product)
+        if len(known) > 1:
+            is_wide = any(target.dtype == tf.float64 for target in known)
+            wide = tf.float64 if is_wide else tf.float32
+            known = [tf.add_n([tf.cast(target, wide) for target in known])]
+        return [*known, *measured]
 
     def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
         """Returns what the added gradients of each target are multiplied by; None for 1."""
@@ -72,24 +117,29 @@ class Layout:
         values = tf.unstack(stats, num=2 * len(self.own))
         return values[: len(self.own)], values[len(self.own) :]
 
-    def means(self, numbers: Sequence[Any], *, by_rows: bool = False) -> dict[str, Any]:
-        """Divides the sums of a tally, tensors or floats: each by its own weight.
+    def means(self, numbers: Numbers, *, by_rows: bool = False) -> dict[str, Any]:
+        """Divides the sums of a tally: each by its own weight.
 
         ``by_rows`` divides losses as Keras does those of an epoch: by the rows, after each step has
         divided by its weight.
         """
-        start, count, rows = len(_COUNTERS), len(self.terms), numbers[1]
-        sums, weights, of_steps = (numbers[start + i * count :][:count] for i in range(3))
-        divided = (of_steps, [rows] * count) if by_rows else (sums, weights)
-        means = [_divided(*pair) for pair in zip(*divided, strict=True)]
-        losses = [term.factor * mean for term, mean in zip(self.terms, means, strict=True)]
-        plain = self.terms[0].name is None and not self.terms[0].added
-        named = {"loss": functools.reduce(operator.add, losses)}
-        named["weight"] = weights[0] if plain else rows
-        for term, mean, weight in zip(self.terms, means, weights, strict=True):
+        sums, divisors = numbers.sums, numbers.weights
+        if by_rows:
+            sums, divisors = numbers.means_of_rows, [numbers.rows] * len(self.terms)
+
+        losses: list[Any] = []
+        named: dict[str, Any] = {}
+        columns = self.terms, sums, divisors, numbers.weights
+        for term, total, divisor, weight in zip(*columns, strict=True):
+            mean = _divided(total, divisor)
+            losses.append(term.factor * mean)
             if term.name is not None:
                 named |= {f"{term.name}_loss": mean, f"{term.name}_weight": weight}
-        return named
+
+        first = self.terms[0]
+        is_single = first.name is None and not first.added
+        weight = numbers.weights[0] if is_single else numbers.rows
+        return {"loss": functools.reduce(operator.add, losses), "weight": weight, **named}
 
     def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
         """Returns assertions that the weights are those that ``targets`` has divided by."""
@@ -110,8 +160,7 @@ class Tally(NamedTuple):
     Of no step they are scalar zeros, to which any others can be added.
 
     Attributes:
-        sums: Steps, rows and skipped steps; then the sum of each term, the weight of each, and the
-            mean of each times the rows: a float64 vector.
+        sums: A float64 vector, whose entries ``Numbers`` names.
         last: The gradient norm and the loss scale of the last step: a float64 vector.
     """
 
@@ -120,10 +169,16 @@ class Tally(NamedTuple):
     last: Any
 
     @classmethod
+    def empty(cls) -> Tally:
+        """Returns the tally of no step."""
+        zero = tf.zeros([], tf.float64)
+        return cls(None, zero, zero)
+
+    @classmethod
     def of_step(
         cls,
         layout: Layout,
-        sums: Sequence[Any],
+        sums_of_losses: Sequence[Any],
         weights: Sequence[Any],
         penalty: Any,
         rows: Any,
@@ -131,17 +186,31 @@ class Tally(NamedTuple):
         skipped: Any = 0.0,
         last: Sequence[Any] = (0.0, 1.0),
     ) -> Tally:
-        """Returns the tally of one step."""
-        wide = [tf.cast(value, tf.float64) for value in (*sums, *weights, penalty, skipped)]
-        count = len(layout.own)
+        """Returns the tally of one step, from scalars of any float dtype.
+
+        Args:
+            layout: The terms of the loss.
+            sums_of_losses: For each term that replicas compute its sum over the global batch.
+            weights: For each of these its weight.
+            penalty: The weight regularization, the last term.
+            rows: The rows of the global batch.
+            skipped: Whether the update was skipped.
+            last: The gradient norm and the loss scale.
+        """
+        sums: list[Any] = []
+        divisors: list[Any] = []
         one = tf.ones([], tf.float64)
-        totals = tf.stack([*wide[:count], wide[-2] * rows])
-        own = [one if term.fixed else w for term, w in zip(layout.own, wide[count:], strict=False)]
-        divisors = tf.stack([*own, rows])
-        means = tf.math.divide_no_nan(totals, divisors)
-        counters = tf.stack([one, rows, wide[-1]])
+        for term, total, weight in zip(layout.own, sums_of_losses, weights, strict=True):
+            sums.append(tf.cast(total, tf.float64))
+            divisors.append(one if term.fixed else tf.cast(weight, tf.float64))
+        sums.append(tf.cast(penalty, tf.float64) * rows)
+        divisors.append(rows)
+
+        totals, divided_by = tf.stack(sums), tf.stack(divisors)
+        means = tf.math.divide_no_nan(totals, divided_by)
+        counters = tf.stack([one, rows, tf.cast(skipped, tf.float64)])
         ends = tf.stack([tf.cast(value, tf.float64) for value in last])
-        return cls(layout, tf.concat([counters, totals, divisors, means * rows], 0), ends)
+        return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), ends)
 
     def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
         """Returns the tally of both; what is only of the last step is that of ``other``."""
@@ -150,14 +219,15 @@ class Tally(NamedTuple):
     def logs(self) -> dict[str, Any]:
         """Divides, once: each mean by its own weight."""
         assert self.layout is not None
-        size = len(_COUNTERS) + 3 * len(self.layout.terms)
-        numbers = tf.unstack(tf.broadcast_to(self.sums, [size]), num=size)
+        size = Numbers.length(len(self.layout.terms))
+        # Of no step there are scalars in place of vectors.
+        numbers = Numbers.of(tf.unstack(tf.broadcast_to(self.sums, [size]), num=size))
         logs = self.layout.means(numbers)
         if self.layout.trains:
-            last = tf.unstack(tf.broadcast_to(self.last, [2]), num=2)
-            logs |= {"skipped": numbers[2], "gradient_norm": last[0], "loss_scale": last[1]}
+            norm, scale = tf.unstack(tf.broadcast_to(self.last, [2]), num=2)
+            logs |= {"skipped": numbers.skipped, "gradient_norm": norm, "loss_scale": scale}
         single = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
-        return {"steps": tf.cast(numbers[0], tf.int64), **single}
+        return {"steps": tf.cast(numbers.steps, tf.int64), **single}
 
 
 Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.

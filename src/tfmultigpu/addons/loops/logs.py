@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu.accumulation.losses import LossTerm
-from tfmultigpu.steps.tally import Layout
+from tfmultigpu.steps.tally import Layout, Numbers
 
 
 def epoch_logs(
@@ -21,7 +21,7 @@ def epoch_logs(
     losses: dict[str, Any] = {}
     for step, (numbers, terms) in sums.items():
         layout = Layout(tuple(LossTerm(**fields) for fields in terms))
-        for name, value in layout.means(numbers, by_rows=by_rows).items():
+        for name, value in layout.means(Numbers.of(numbers), by_rows=by_rows).items():
             if name.endswith("loss"):
                 losses[f"{step}_{name}" if step else name] = value
     if both := sorted(losses.keys() & metrics.keys()):

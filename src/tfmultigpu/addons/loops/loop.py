@@ -18,6 +18,7 @@ from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.tally import Numbers
 
 _log = logging.getLogger("tfmultigpu")
 
@@ -93,17 +94,19 @@ class Loop:
 
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
-        ran = 0
+        ran, rows = 0, 0.0
         for name, tally in self.step.runner.run(iterator, steps)[1].items():
             new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
-            if new.ndim:
-                ran, fields = int(new[0]), map(dataclasses.asdict, tally.layout.terms)
-                before, terms = self.sums.get(name) or (0.0, list(fields))
+            if new.ndim:  # Of no step it is a scalar.
+                numbers = Numbers.of(new)
+                ran, rows = int(numbers.steps), float(numbers.rows)
+                terms = [dataclasses.asdict(term) for term in tally.layout.terms]
+                before, _ = self.sums.get(name, (0.0, terms))
                 self.sums[name] = np.add(new, before).tolist(), terms
         replicas = self.hooks.strategy.num_replicas_in_sync
-        if ran and self.mode == "train" and not self.seen and new[1] < ran * replicas:
+        if ran and self.mode == "train" and not self.seen and rows < ran * replicas:
             _log.warning(
-                f"A batch of {new[1] / ran:g} example(s) is smaller than {replicas} replicas: each "
+                f"A batch of {rows / ran:g} example(s) is smaller than {replicas} replicas: each "
                 "computes all of it, so more devices make nothing faster. Write "
                 f"batch_size={32 * replicas}, or dataset.batch({32 * replicas})."
             )
