@@ -29,8 +29,8 @@ def train(strategy, batch_size, batches):
     def replica(batch):
         with tf.GradientTape() as tape:
             pair = tmg.loss_sum(loss, batch[1], model(batch[0], training=True))
-            target = scale.scale_loss(pair.sum)
-        window.add(tape.gradient(target, variables), pair.weight)
+            target = scale.scale_loss(pair)
+        window.add(tape.gradient(target, variables), pair)
 
     @tf.function
     def update():

@@ -1,7 +1,8 @@
-"""A check of arguments that every package makes."""
+"""Checks of arguments that every package makes."""
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -28,4 +29,20 @@ def check_count(
         raise (error or TypeError)(wrong)
     if number < least:
         raise (error or ValueError)(wrong)
+    return number
+
+
+def check_positive(name: str, value: Any, write: str) -> float:
+    """Returns an argument that is a positive, finite number of any kind, also a tensor.
+
+    ``write`` is the line to write instead.
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"{name} must be a positive, finite number. Received: {name}={value!r}. {write}"
+        )
     return number

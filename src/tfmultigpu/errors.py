@@ -66,3 +66,7 @@ class OutOfMemoryError(TfMultiGpuError, MemoryError):
 
 class ReplicaDependenceWarning(UserWarning):
     """A result depends on the number of replicas, or could not be compared with one device."""
+
+
+class PrecisionWarning(UserWarning):
+    """A model computes in a type that cannot hold the numbers of its training."""

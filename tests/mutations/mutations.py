@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from block_mutations import BLOCKS
+from float16_mutations import FLOAT16
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
@@ -11,4 +12,4 @@ from worker_mutations import PROCESSES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES)
+MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
-from tfmultigpu.accumulation.losses import is_fixed
+from tfmultigpu.accumulation.losses import LossSum, division_of, is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
 from tfmultigpu.strategies.scopes import check_scope, current_strategy
-from tfmultigpu.strategies.topology import describe
+from tfmultigpu.strategies.topology import describe, tf_variable
 
 
 class GradientAccumulator:
@@ -45,12 +44,14 @@ class GradientAccumulator:
                 f"Received: a {type(variables).__name__}, no variables. Build the model, and give "
                 "tmg.GradientAccumulator(model.trainable_variables)."
             )
+        _check_entered(self.variables)
         self._strategy = current_strategy(None, "GradientAccumulator", self)
         check_scope(self.variables, self._strategy, "model")
         refuse_float8(self.variables)
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
-        self._weight = _local_sum([], tf.float64 if wide else tf.float32)
+        # The sum of the weights, and how many were added of which each is 1 in total.
+        self._weights = _local_sum([2], tf.float64 if wide else tf.float32)
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
 
@@ -65,7 +66,8 @@ class GradientAccumulator:
 
         Args:
             gradients: Gradients of the *sum* of losses, one per variable; None counts as zero.
-            weight: What divides that sum, a scalar: the ``weight`` of its ``LossSum``.
+            weight: The ``LossSum`` whose ``sum``, or ``scale_loss`` of it, was differentiated; or
+                the weight of that pair, a scalar, by which the sum is to be divided.
 
         Raises:
             TfMultiGpuError: Not as many gradients as variables; called outside a replica; some of
@@ -78,17 +80,22 @@ class GradientAccumulator:
             )
         if self._context() is None:
             raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
-        if self._fixed not in (None, is_fixed(weight)):
+        fixed, division = is_fixed(weight), division_of(weight)
+        if self._fixed not in (None, fixed):
             raise TfMultiGpuError(
                 'Received: a loss with reduction="sum" and another, both in one accumulator, which '
                 "divides by 1 or by the weight. Create one for each."
             )
-        self._fixed = is_fixed(weight)
+        self._fixed = fixed
+
         for total, gradient in zip(self._sums, gradients, strict=True):
             if gradient is not None:
-                total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
-        weight = -math.inf if self._fixed else weight  # However many there are, it is 1.
-        self._weight.assign_add(tf.cast(weight, self._weight.dtype))
+                wide = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
+                total.assign_add(wide if division is None else division.undo(wide))
+
+        number = weight.weight if isinstance(weight, LossSum) else weight
+        number = tf.cast(number, self._weights.dtype)
+        self._weights.assign_add([0.0, 1.0] if fixed else [number, 0.0])
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -97,7 +104,8 @@ class GradientAccumulator:
 
         Returns:
             Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
-            and the weight of the window.
+            but float32 for float16, which may not hold them before ``unscale``; and the weight of
+            the window.
 
         Raises:
             TfMultiGpuError: Called inside ``strategy.run``; created under another strategy.
@@ -105,21 +113,23 @@ class GradientAccumulator:
         if self._context() is not None:
             check_reduced("reduce")
         local = self._strategy.experimental_local_results
-        copies = map(local, [*self._sums, self._weight])
+        copies = map(local, [*self._sums, self._weights])
         parts = [[copy.read_value() for copy in each] for each in zip(*copies, strict=True)]
         totals = sum_over_replicas(self._strategy, parts)
         with tf.control_dependencies([tensor for part in parts for tensor in part]):
-            for variable in [*self._sums, self._weight, self._count]:
+            for variable in [*self._sums, self._weights, self._count]:
                 for copy in local(variable):
                     with tf.device(copy.device):
                         copy.assign(tf.zeros(copy.shape, copy.dtype))
-        *sums, weight = totals[0]
-        weight = tf.where(tf.equal(weight, -math.inf), tf.ones_like(weight), weight)
+        *sums, weights = totals[0]
+        weight, fixed = tf.unstack(weights, num=2)
+        weight = tf.where(fixed > 0, tf.ones_like(weight), weight)
         gradients = []
         for total, variable in zip(sums, self.variables, strict=True):
             with tf.device(total.device):
                 mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
-                gradients.append(tf.cast(mean, variable.dtype))
+                is_float16 = tf.as_dtype(variable.dtype) == tf.float16
+                gradients.append(mean if is_float16 else tf.cast(mean, variable.dtype))
                 setattr(gradients[-1], REDUCED, True)
         return gradients, weight
 
@@ -133,6 +143,20 @@ class GradientAccumulator:
         raise ScopeError(
             f"The accumulator is of another scope, {describe(self._strategy)}. Received: "
             f"{describe(current)}. Create it in strategy.scope()."
+        )
+
+
+def _check_entered(variables: Sequence[Any]) -> None:
+    """Checks that the scope of the strategy of variables is entered, where sums will live."""
+    inner = tf_variable(variables[0])
+    strategy = getattr(inner, "distribute_strategy", None)
+    if strategy is not None and not tf.distribute.has_strategy():
+        raise ScopeError(
+            "The accumulator was created outside the scope of the strategy of its variables. "
+            f"Received: {inner.name!r} on {describe(strategy)}, and no scope. Its sums live on "
+            "the replicas, too:\n"
+            "    with strategy.scope():\n"
+            "        window = tmg.GradientAccumulator(variables)"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -10,11 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_positive
 from tfmultigpu.errors import TfMultiGpuError
 
 BY_HAND = (
     "Write in strategy.scope(): window = tmg.GradientAccumulator(variables); in the function given "
-    "to strategy.run: window.add(tape.gradient(pair.sum, variables), pair.weight), with pair = "
+    "to strategy.run: window.add(tape.gradient(pair.sum, variables), pair), with pair = "
     "tmg.loss_sum(loss, y, outputs); and after strategy.run: gradients, weight = window.reduce(); "
     "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
 )
@@ -40,8 +40,7 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
         >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
         ([0.6, 0.8], 5.0)
     """
-    if not 0 < limit < math.inf:
-        raise ValueError(f"limit must be a positive number. Received: limit={limit!r}.")
+    limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
     dense = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
     norm = global_norm([each for each in dense if each is not None])

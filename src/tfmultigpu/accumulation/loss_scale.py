@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
+from tfmultigpu.accumulation.losses import Division, LossSum, note_division
+from tfmultigpu.arguments import check_count, check_positive
+from tfmultigpu.errors import TfMultiGpuError
+
+# Windows of 16 batches are as many times larger, and the shard of another replica, which is not
+# known here, may have a row more: at most twice as many.
+_ROOM = 32.0
 
 
 class LossScale:
@@ -32,6 +38,8 @@ class LossScale:
         2.0
     """
 
+    _division: Division | None = None  # The last one, until ``unscale`` has seen it undone.
+
     def __init__(self, initial: float = 2.0**15, growth_steps: int | None = 2000) -> None:
         """Creates the variables of a dynamic scale; call it in ``strategy.scope()``.
 
@@ -39,12 +47,16 @@ class LossScale:
             initial: The scale to begin with, positive and finite.
             growth_steps: Good steps after which the scale doubles. None: the scale is fixed.
         """
-        if isinstance(initial, str) or not 0 < initial < math.inf:
+        if isinstance(initial, str):
             raise ValueError(
-                f"A loss scale is 'dynamic', None or above 0. Received: loss_scale={initial!r}."
+                "A LossScale is dynamic unless growth_steps is None, and begins at a number. "
+                f"Received: initial={initial!r}. Write tmg.LossScale()."
             )
+        initial = check_positive("initial", initial, "Write tmg.LossScale() for 2**15.")
+        if growth_steps is not None:
+            growth_steps = check_count("growth_steps", growth_steps, other="None")
         self.growth_steps = growth_steps
-        self.scale: Any = float(initial)
+        self.scale: Any = initial
         self.good_steps: Any = None
         if growth_steps is not None:
             aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -63,16 +75,48 @@ class LossScale:
         return tf.convert_to_tensor(self.scale, tf.float32)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Returns a loss, a scalar of any float dtype, times the scale, to differentiate."""
-        return loss * tf.cast(self.value(), loss.dtype)
+        """Returns what to differentiate: the scale times a mean, so that float16 can hold it.
+
+        Give the pair of ``loss_sum`` and add its gradient with that pair: ``window.add(gradients,
+        pair)``, which makes it the gradient of the sum again. A sum by itself is as many times
+        larger as there are rows, and overflows as many times sooner.
+
+        Args:
+            loss: A ``LossSum``; or a mean, a scalar of any float dtype, which is multiplied.
+
+        Returns:
+            A scalar. A pair is divided by its weight, the number of replicas and 32: that leaves
+            the room that ``make_train_step`` has with 16 micro-batches.
+        """
+        if not isinstance(loss, LossSum):
+            return loss * tf.cast(self.value(), loss.dtype)
+        total = tf.convert_to_tensor(loss.sum)
+        total = tf.cast(total, sum_dtype(total.dtype))
+
+        # Each replica and each batch has a divisor of its own, so the window multiplies by it.
+        weight = tf.cast(tf.stop_gradient(loss.weight), total.dtype)
+        replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
+        divisor = tf.where(weight > 0, weight, tf.ones_like(weight)) * (replicas * _ROOM)
+        self._division = Division(divisor)
+        note_division(loss, self._division)
+        return total * (tf.cast(self.value(), total.dtype) / divisor)
 
     def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns gradients of the global batch, at least float32, and whether all are finite.
 
         Raises:
-            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
+            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``; the window
+                did not get the pair that was scaled.
         """
         check_reduced("unscale", gradients)
+        if self._division is not None and not self._division.undone:
+            raise TfMultiGpuError(
+                "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
+                "gradient by that number again. Received: a window without that pair. Write "
+                "window.add(gradients, pair); or, without a GradientAccumulator, scale a mean over "
+                "the rows of the global batch: scale.scale_loss(mean)."
+            )
+        self._division = None  # It belongs to one trace.
 
         def divide(gradient: Any) -> Any:
             tensor = tf.cast(tf.convert_to_tensor(gradient), sum_dtype(gradient.dtype))
@@ -120,8 +164,11 @@ def make_loss_scale(
         own.growth_steps = optimizer.dynamic_growth_steps
         return own
     asked: Any = optimizer.loss_scale_factor if loss_scale is None else loss_scale
+    if asked is None:
+        return None
     if asked != "dynamic":
-        return None if asked is None else LossScale(asked, growth_steps=None)
+        write = 'Write loss_scale="dynamic", or None without float16.'
+        return LossScale(check_positive("loss_scale", asked, write), growth_steps=None)
     if optimizer not in kept_loss_scales:
         with strategy.scope():
             kept_loss_scales[optimizer] = LossScale()

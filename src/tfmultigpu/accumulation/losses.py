@@ -7,6 +7,7 @@ import functools
 import operator
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ OTHER_ROWS = (
     "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred)."
 )
 rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
-_FIXED = "_tfmultigpu_fixed"  # An attribute of weights, as Keras' mask is one.
-_DIVISIONS = ("RealDiv", "DivNoNan", "Maximum")  # Not all_reduce: the weight of all may divide.
+# Attributes of tensors, as Keras' mask is one.
+_FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
 
 
 class LossSum(NamedTuple):
@@ -48,10 +49,50 @@ class FixedLossSum(LossSum):
     """Loss with ``reduction="sum"``, whose weight is 1 in total, however often it is added."""
 
     def __new__(cls, sum: Any, weight: Any) -> FixedLossSum:
-        """Marks the weight, also where a ``tf.function`` returns the pair: that keeps its class."""
+        """Notes it on the weight; a ``tf.function`` that returns the pair keeps the class alone."""
         with suppress(AttributeError):  # ``tf.nest`` makes pairs of specs and numbers, too.
             setattr(weight, _FIXED, True)
         return super().__new__(cls, sum, weight)
+
+
+def is_fixed(pair_or_weight: Any) -> bool:
+    """Returns whether a pair, or the weight of one, is of ``reduction="sum"``: it is not added."""
+    if isinstance(pair_or_weight, FixedLossSum):
+        return True
+    is_pair = isinstance(pair_or_weight, LossSum)
+    return hasattr(pair_or_weight.weight if is_pair else pair_or_weight, _FIXED)
+
+
+class Division:
+    """The division that makes a sum as small as a mean, until its gradient is multiplied again.
+
+    Attributes:
+        undone: Whether a gradient was multiplied by the divisor.
+    """
+
+    def __init__(self, divisor: Any) -> None:
+        """Keeps a divisor, a scalar of at least float32, for one replica and one batch."""
+        self._divisor = divisor
+        self.undone = False
+
+    def undo(self, gradient: Any) -> Any:
+        """Returns a gradient of at least float32 times the divisor."""
+        self.undone = True
+        return gradient * tf.cast(self._divisor, gradient.dtype)
+
+
+def note_division(pair: LossSum, division: Division) -> None:
+    """Notes on a pair, and on its weight for who passes that alone, what its sum is divided by."""
+    for part in pair:
+        with suppress(AttributeError):  # A number is not a tensor.
+            setattr(part, _DIVISION, division)
+
+
+def division_of(pair_or_weight: Any) -> Division | None:
+    """Returns the division of a pair, or of the weight of one; None if there was none."""
+    # Several pairs may have one weight, so the sum decides where it is known.
+    is_pair = isinstance(pair_or_weight, LossSum)
+    return getattr(pair_or_weight.sum if is_pair else pair_or_weight, _DIVISION, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,43 +139,45 @@ def loss_sum(
     factor: Any = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
     total = term.sum * tf.ensure_shape(factor, [])
     replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
+    rows = rows_of_step.get()
     if term.fixed:  # These add up to 1, also for who does not know the mark.
-        rows = rows_of_step.get()
         factor = 1.0 / replicas if rows is None else tf.cast(rows.share(replicas), factor.dtype)
     weight = term.weight * factor
-    if replicas > 1:
-        weight = _for_logs(weight, total, "pair.sum / pair.weight, not times rows,", _DIVISIONS)
+    if replicas > 1 and rows is None:  # A step checks its weights and results by itself.
+        weight = _without_gradient(weight, total, _warn_of_means)
     return (FixedLossSum if term.fixed else LossSum)(total, weight)
 
 
-def _for_logs(value: Any, loss: Any, name: str, uses: Any = ()) -> Any:
-    """Returns a number that refuses its gradient, or warns if operations ``uses`` use it."""
+def _without_gradient(value: Any, loss: Any, refuse: Callable[[], None]) -> Any:
+    """Returns a number that a loss computed; taking its gradient calls ``refuse`` at that line."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: Any, _: Any) -> Any:
-        value = tf.identity(value)
-
-        def tell(_: Any) -> tuple[None, None]:
-            results = [] if tf.executing_eagerly() else [op.outputs[0] for op in value.consumers()]
-            used = {op.type for result in results for op in result.consumers()}
-            text = (
-                f"{name} is for logs. Received: its gradient, of which each replica has a part "
-                f"alone: they would train on means of means, and clip and scale by parts. {BY_HAND}"
-            )
-            if not uses:
-                raise LossError(text)
-            if tf.executing_eagerly() or used & set(uses):
-                warnings.warn(text, ReplicaDependenceWarning, stacklevel=2)
+        def gradient(_: Any) -> tuple[None, None]:
+            refuse()
             return None, None
 
-        return value, tell
+        return tf.identity(value), gradient
 
     return identity(value, loss)
 
 
-def is_fixed(weight: Any) -> bool:
-    """Returns whether this is the weight of a loss with ``reduction="sum"``: it is not added."""
-    return hasattr(weight, _FIXED)
+def _warn_of_means() -> None:
+    warnings.warn(
+        "pair.weight divides after all replicas were added. Received: its gradient, so the loss "
+        "was divided by it before: pair.sum / pair.weight, a mean over one replica's rows, is for "
+        f"logs, and trains on means of means. {BY_HAND} Who divides by the weight of all replicas "
+        "writes tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
+        ReplicaDependenceWarning,
+        stacklevel=2,
+    )
+
+
+def _refuse_global_mean() -> None:
+    raise LossError(
+        "global_mean is for logs. Received: its gradient, of which each replica has a part alone: "
+        f"an optimizer would clip and scale by parts. {BY_HAND}"
+    )
 
 
 def global_mean(loss_sum: LossSum) -> Any:
@@ -153,7 +196,9 @@ def global_mean(loss_sum: LossSum) -> Any:
         raise LossError("global_mean is for each replica: call it inside strategy.run.")
     total, weight = context.all_reduce("SUM", [tf.convert_to_tensor(part) for part in loss_sum])
     mean = tf.math.divide_no_nan(total, weight)
-    return mean if context.num_replicas_in_sync == 1 else _for_logs(mean, total, "global_mean")
+    if context.num_replicas_in_sync == 1:
+        return mean
+    return _without_gradient(mean, total, _refuse_global_mean)
 
 
 def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossTerm:

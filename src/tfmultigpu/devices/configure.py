@@ -78,6 +78,12 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     Example:
         >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
     """
+    if not isinstance(limits, Mapping):
+        raise TypeError(
+            "limit_memory needs to know which GPU has which limit. Received: "
+            f"limit_memory({limits!r}). Write bytes for each: "
+            'limit_memory({"GPU:0": 8 * 1024**3}).'
+        )
     call = f"limit_memory({dict(limits)!r})"
     config: Any = tf.config
     visible = _by_name(config.get_visible_devices())

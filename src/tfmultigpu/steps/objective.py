@@ -218,4 +218,4 @@ def _term_of_forward(result: Any) -> LossTerm:
     # Half precision cannot count many rows.
     wide = tf.float64 if tf.convert_to_tensor(result.sum).dtype == tf.float64 else tf.float32
     total, weight = (tf.cast(part, wide) for part in result)
-    return LossTerm(total, weight, fixed=is_fixed(result.weight))
+    return LossTerm(total, weight, fixed=is_fixed(result))

@@ -30,6 +30,11 @@ _LOSS = (
     "tmg.LossSum(tf.reduce_sum(values), tf.size(values)); self.add_loss(values) takes one for each "
     "row."
 )
+_WEIGHT = (
+    "Replicas add the weights of their LossSums, and the sum of losses is divided by that: it is "
+    "the number of rows or elements of this replica, not 1 nor that of the global batch. Write "
+    "tmg.LossSum(tf.reduce_sum(values), tf.size(values)) with a value for each row."
+)
 _STATE = (
     "Replicas add sums. Give a metric values of rows, not a mean; in one of your own keep sums and "
     "counts. A layer adds them before it assigns: total, count = "
@@ -72,6 +77,9 @@ def explain(found: Sequence[Quantity], layer: Any, step: Any) -> tuple[str, str]
         draws = getattr(layer, "seed_generator", None) is not None
         advice = _DRAWS if draws else _NORM if is_norm else _LAYER
         return f"{type(layer).__name__} {path!r}", advice
+    # On one device it would be another number, which no layer can change.
+    if any(quantity.key == "weight" for quantity in found):
+        return "the weight of the loss", _WEIGHT
     kind, name = (found[0].key.split()[0], found[0].name) if found else ("", "")
     if kind in ("state", "update"):
         return name, _STATE if kind == "state" else _UPDATE

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import clipped
+from tfmultigpu.arguments import check_positive
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Gradient
 
@@ -15,9 +14,7 @@ class ClipByNorm(Feature):
     """Scales the gradient of the global batch down, so that its norm is at most a limit."""
 
     def __init__(self, limit: float) -> None:
-        if not 0 < limit < math.inf:
-            raise ValueError(f"clip_norm is positive and finite. Received: clip_norm={limit}.")
-        self._limit = limit
+        self._limit = check_positive("clip_norm", limit, "To clip nothing, leave clip_norm out.")
 
     def on_one_device(self) -> Feature:
         """Returns the same, which keeps nothing."""
