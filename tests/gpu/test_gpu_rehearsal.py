@@ -53,6 +53,8 @@ def test_exactness_is_held_and_a_wrong_tolerance_is_noticed(
     assert "Training on replicas differs from one device" in error
 
 
+# The warning says it beforehand.
+@pytest.mark.filterwarnings("ignore::tfmultigpu.errors.PrecisionWarning")
 def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     make = tmg.make_train_step
     monkeypatch.setattr(

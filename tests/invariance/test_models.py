@@ -175,6 +175,7 @@ CASES = [
         4e-3,
         8e-3,
         "losses 8.9e-4, predictions 1.7e-3, weights 9.2e-4",
+        loss_scale=1.0,  # None would be told.
     ),
 ]
 

@@ -289,9 +289,9 @@ LAW = (
     ),
     broken(
         "adding to a window communicates",
-        "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
-        "        self._context().all_reduce('SUM', tf.cast(weight, tf.float32))\n"
-        "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
+        "        number = tf.cast(number, self._weights.dtype)",
+        "        self._context().all_reduce('SUM', tf.cast(number, tf.float32))\n"
+        "        number = tf.cast(number, self._weights.dtype)",
         "test_windows.py::test_adding_to_a_window_waits_for_no_other_replica",
     ),
     # Verification ---------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_penalty_in_float16_does_not_overflow():
         return keras.Sequential([keras.Input((6,)), large, keras.layers.Dense(4)])
 
     batch = (X[:256], Y[:256])
-    logs = Replicated(2, build, sgd, crossentropy()).train([batch]).logs[0]
+    logs = Replicated(2, build, sgd, crossentropy(), loss_scale=1.0).train([batch]).logs[0]
     assert 400.0 < logs["loss"] < 410.0
 
 
