@@ -81,6 +81,41 @@ def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def is_variable_handle(handle: Any) -> bool:
+    """Returns whether a resource is a variable, not a table, a queue or an iterator.
+
+    Private: ``_handle_data`` of a resource, as above. Without it every resource would be a
+    variable.
+    """
+    data = getattr(handle, "_handle_data", None)
+    return bool(data and data.is_set) or not hasattr(handle, "_handle_data")
+
+
+def is_stateful(operation: str) -> bool:
+    """Returns whether operations of a type change something, or read what others change.
+
+    Private: ``tensorflow.python.framework.op_def_registry``. An operation of a graph has its
+    ``op_def``; those in the functions that it calls are only names. Without it they are not seen.
+    """
+    definition = _definition_of(operation)
+    return definition is not None and definition.is_stateful
+
+
+def types_of_inputs(operation: str) -> list[Any]:
+    """Returns the dtypes of the inputs of a type of operations; private as above."""
+    definition = _definition_of(operation)
+    arguments = () if definition is None else definition.input_arg
+    return [tf.as_dtype(argument.type) for argument in arguments if argument.type]
+
+
+def _definition_of(operation: str) -> Any:
+    try:
+        get: Any = pkgutil.resolve_name("tensorflow.python.framework.op_def_registry:get")
+    except (ImportError, AttributeError):
+        return None
+    return get(operation)
+
+
 @contextmanager
 def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
     """Has all that is computed and assigned in the context wait for tensors, but for scalars.

@@ -115,3 +115,6 @@ class RunningFit(Protocol):
 
     def changed_variables(self) -> list[Any]:
         """Returns what the training changes: weights, optimizers, and states in closures."""
+
+    def other_states(self) -> list[Any]:
+        """Returns the state other than variables, such as tables, that its traces change."""

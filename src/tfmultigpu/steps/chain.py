@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tfmultigpu.data.batch_format import with_dependencies
+from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.runner import Looped, Runner, Step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
@@ -92,6 +93,13 @@ class ChainedStep(Step, Looped):
     def changed_variables(self) -> list[Any]:
         """Returns the variables that the steps change."""
         return [v for step in self.train_steps for v in step.changed_variables()]
+
+    def other_states(self) -> list[OtherState]:
+        """Returns the state other than variables that the traces so far change."""
+        states = list(self.runner.touched.states)
+        for step in self.train_steps:
+            states += step.other_states()
+        return states
 
     def key(self) -> Hashable:
         """Returns the keys of the steps."""

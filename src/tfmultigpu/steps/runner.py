@@ -24,6 +24,7 @@ from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.global_rows import GATHERED
+from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
@@ -76,6 +77,7 @@ class Runner:
         layouts: What the numbers of each tally are; known once traced.
         function: The traces for what is trained and synchronized now.
         functions: The same for each key of the computation so far.
+        touched: What its traces touch: state that is not a variable, and variables.
     """
 
     def __init__(self, computation: Computation) -> None:
@@ -86,6 +88,7 @@ class Runner:
         self._loops: list[tuple[Any, Any, float]] = []
         self._length = CallLength(self.strategy)
         self._key: Hashable = None
+        self.touched = Touched()
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Prepares the computation, if what a trace depends on has changed; before each step."""
@@ -99,7 +102,7 @@ class Runner:
 
     def _trace(self, shards: Shards) -> tuple[Any, tuple[Any, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
-        with self.computation.around_trace():
+        with self.computation.around_trace(), self.touched.noting():
             result, tallies = self.computation.compute(shards, Trace())
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
         return result, _vectors(tallies)

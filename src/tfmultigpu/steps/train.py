@@ -17,6 +17,7 @@ from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward
+from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
@@ -96,6 +97,10 @@ class TrainStep(ModelStep, Looped):
         beside = () if self.forward.forward is None else self.trace.state
         closures = [variable for variable in beside if id(variable) not in known]
         return [*self.model.variables, *self.optimizer.variables, *states, *closures]
+
+    def other_states(self) -> list[OtherState]:
+        """Returns the state other than variables that the traces so far change."""
+        return self.runner.touched.states
 
     # What a trace takes in ----------------------------------------------------------------------
 

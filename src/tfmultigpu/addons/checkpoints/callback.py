@@ -59,6 +59,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return self._stored.run["fit"], self._stored.of_fit
         if self._begin is None:
             return None, {}
+        self._variables.check_holds_states(self._fit.other_states())
         states, arrays = _read_states(self._callbacks, self._variables, self._begin[0])
         fit = {
             "callbacks": states,
@@ -148,7 +149,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         return state.by_name({_METRICS: self._fit.metric_variables()})
 
     def _undo_hooks(self) -> None:
-        state.write_state(self._variables.all(), self._restored, self._exchange)
+        self._variables.write(self._restored, self._stored.path)
         _write_states(self._callbacks, *self._begin)
         _write_states(self._callbacks, self._stored.run["fit"]["callbacks"], self._stored.of_fit)
         self._stored = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,10 +14,19 @@ from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import kept_loss_scales, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
+from tfmultigpu.addons.checkpoints.tables import (
+    PREFIX,
+    check_holds_states,
+    is_table,
+    named_tables,
+    read_tables,
+    write_tables,
+)
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import COUNTER, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
@@ -50,6 +59,7 @@ class RunVariables:
         self._parts = {f"{i}/" if i else "": part for i, part in enumerate(parts)}
         self._extra = dict(extra or {})
         self.exchange = WorkerExchange(strategy)
+        self._checked: list[OtherState] = []  # State other than variables that is held.
         _extra_variables(self._extra)  # Checks them.
 
     def count_updates(self) -> int:
@@ -78,11 +88,18 @@ class RunVariables:
         """Returns the arrays of all variables by name; checks that they are all, and alike."""
         self._build(data)
         self.check_holds(() if self._step is None else self._step.changed_variables())
+        self.check_holds_states(() if self._step is None else self._step.other_states())
         alike: list[Any] = []
         for model, optimizer in self._parts.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
             alike += [*model.trainable_variables, *(optimizer.variables if optimizer else ())]
-        return read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
+        variables = read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
+        return {**variables, **read_tables(self._tables(), self.exchange)}
+
+    def write(self, arrays: Arrays, where: Any) -> None:
+        """Writes back what ``read`` has returned, or a checkpoint that is stored ``where``."""
+        write_state(self.all(), arrays, self.exchange)
+        write_tables(self._tables(), arrays, where)
 
     def restore(self, stored: Stored, data: Any) -> None:
         """Restores a checkpoint; what is not built yet is built as a step would."""
@@ -91,11 +108,12 @@ class RunVariables:
         for prefix, (_, optimizer) in self._parts.items():
             if any(name.startswith(f"{prefix}loss_scale/") for name in arrays):
                 make_loss_scale("dynamic", optimizer, strategy)
-        check_fits(self.all(), arrays, stored.path)
+        of_variables = {n: array for n, array in arrays.items() if not n.startswith(PREFIX)}
+        check_fits(self.all(), of_variables, stored.path)
         if _SEEDS in arrays and _compat.global_seeds() is None:  # Keras makes it when it draws.
             with strategy.scope():
                 _compat.set_global_seeds(keras.random.SeedGenerator(0))
-        write_state(self.all(), arrays, self.exchange)
+        self.write(arrays, stored.path)
 
     @property
     def is_owned(self) -> bool:
@@ -111,6 +129,23 @@ class RunVariables:
                 choose_update(optimizer, model.trainable_variables, strategy, shard_update)
         if self._step is not None and spec is not None:
             self._step.runner.settle(lambda: spec)
+
+    def _tables(self) -> dict[str, Any]:
+        """Returns the tables in attributes of layers and in extra objects, by name."""
+        groups: dict[str, list[Any]] = {}
+        for prefix, (model, _) in self._parts.items():
+            groups[prefix] = []
+            for layer in all_layers(model):
+                groups[prefix] += _leaves(vars(layer))
+        for name, owner in self._extra.items():
+            groups[f"extra/{name}/"] = tf.nest.flatten(owner)
+        return named_tables(groups)
+
+    def check_holds_states(self, states: Sequence[OtherState]) -> None:
+        """Checks that state other than variables, which a training changes, is saved."""
+        new = [state for state in states if state not in self._checked]
+        check_holds_states(new, self._tables())
+        self._checked += new
 
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""
@@ -160,7 +195,8 @@ def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns the variables of objects, such as metrics, or of lists of variables."""
     groups = {}
     for name, owner in owners.items():
-        variables = groups[f"extra/{name}"] = tf.nest.flatten(getattr(owner, "variables", owner))
+        values = tf.nest.flatten(getattr(owner, "variables", owner))
+        variables = groups[f"extra/{name}"] = [value for value in values if not is_table(value)]
         if not all(_is_number(tf_variable(variable)) for variable in variables):
             raise TypeError(
                 f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "

@@ -135,6 +135,7 @@ class FitHooks(Hooks):
         self._training = loop
         self.sums, self.metric_variables = loop.sums, loop.metrics.variables
         self.changed_variables = loop.step.changed_variables
+        self.other_states = loop.step.other_states
         loop.seen = self.start.batches
         self.set_params({**self.params, "steps": loop.feed.steps})
         own = [c for c in self.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.one_device import OneDevice, contents_of_tables
 
 _TINY = float(np.finfo("float32").tiny)
 _EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
@@ -152,6 +152,7 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         yield Quantity(
             name, _NAMES.get(name, repr(name)), expected[name], [number], bound, _EPSILON
         )
+    paths = _paths_in_metrics(device.step)
     for i, variable in enumerate(device.states):
         # As it is read beside the replicas, then each copy.
         copies = [tf.convert_to_tensor(variable.value)]
@@ -160,7 +161,13 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         values = [copy.numpy() for copy in copies]
         # The update has changed a trained weight since, so its copies are compared alone.
         whole = values[0] if variable.trainable else expected[f"state {i}"]
-        yield Quantity(f"state {i}", f"the state {variable.path!r}", whole, values, bounds.of_sum())
+        name = f"the state {paths.get(id(variable), variable.path)!r}"
+        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
+    for key, content in contents_of_tables(device.step).items():
+        _, number, part = key.split()
+        table = device.step.runner.touched.tables[int(number)]
+        name = f"a {part} in the table of {table.operation!r}"
+        yield Quantity(key, name, expected[key], [content], bounds.of_sum())
     updated = device.updated if "gradient_norm" in numbers else []
     every = [[device.measure(copy).numpy() for copy in local(v.value)] for v in updated]
     # A gradient that cancels to nothing is as exact as the numbers that cancel.
@@ -169,6 +176,18 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         key, name = f"update {i}", f"{variable.path!r} after the update"
         whole = expected[key] if i < device.smooth else copies[0]
         yield Quantity(key, name, whole, copies, 4.0 * bounds.of_sum(), slack)
+
+
+def _paths_in_metrics(step: Any) -> dict[int, str]:
+    """Returns paths of the variables of metrics, by their ``id``, with the names users gave.
+
+    Keras makes a metric of a function, and names its variables before it names the metric.
+    """
+    paths = {}
+    for metric in getattr(step, "metrics", ()):
+        for variable in metric.variables:
+            paths[id(variable)] = f"{metric.name}/{variable.path.rpartition('/')[2]}"
+    return paths
 
 
 def _size(array: Any) -> float:

@@ -40,6 +40,11 @@ _STATE = (
     "counts. A layer adds them before it assigns: total, count = "
     "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
 )
+_TABLE = (
+    "Each replica writes to the table for its own rows, in turn. Write what does not depend on the "
+    "cut: count rows, not calls. Or write once for each global batch, outside of the step: "
+    "table.insert(keys, values) in a loop or a callback."
+)
 _UPDATE = (
     "The loss and the gradient are those of one device. What becomes of the gradient of the global "
     "batch, in on_gradient of a feature or in an optimizer of your own, must not depend on the "
@@ -81,8 +86,9 @@ def explain(found: Sequence[Quantity], layer: Any, step: Any) -> tuple[str, str]
     if any(quantity.key == "weight" for quantity in found):
         return "the weight of the loss", _WEIGHT
     kind, name = (found[0].key.split()[0], found[0].name) if found else ("", "")
-    if kind in ("state", "update"):
-        return name, _STATE if kind == "state" else _UPDATE
+    known = {"state": _STATE, "table": _TABLE, "update": _UPDATE}
+    if kind in known:
+        return name, known[kind]
     if any(isinstance(feature, MicroBatches) for feature in step.features):
         return "", _IN_PARTS
     return name if kind != "gradient_norm" else "", _LOSS  # All layers agree.
@@ -146,7 +152,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))
     concrete = tf.function(run, autograph=False).get_concrete_function(*specs)
-    with putting_back(concrete):
+    with putting_back(step, concrete):
         outputs = concrete(local, offsets)
     return layers, tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
 

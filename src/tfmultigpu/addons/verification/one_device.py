@@ -16,19 +16,26 @@ from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
+from tfmultigpu.steps.other_states import in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
 
 
 @contextmanager
-def putting_back(*functions: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Puts back, at the end, what concrete functions assign; yields handles and values."""
+def putting_back(step: Any, *functions: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Puts back, at the end, what concrete functions of a step change: variables and tables.
+
+    Yields the handles of the variables, and their values.
+    """
     before = [pair for function in functions for pair in _compat.variables_of(function)]
+    tables = [(table, table.read()) for table in step.runner.touched.tables]
     try:
         yield before
     finally:
         for handle, value in before:
             _assign(handle, value)
+        for table, content in tables:
+            table.write(*content)
 
 
 class OneDevice:
@@ -68,7 +75,7 @@ class OneDevice:
     def run(self, batch: Any, compiled: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
-        with putting_back(concrete, compiled) as before:
+        with putting_back(self.step, concrete, compiled) as before:
             for number, (handle, value) in enumerate(before if move else ()):
                 _assign(handle, move(number, handle, value))
             logs, state, *gradients = concrete(batch)
@@ -77,7 +84,8 @@ class OneDevice:
                 self._update(gradients[0], state)
                 firsts = [tf.convert_to_tensor(variable.value) for variable in self.updated]
                 numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
-            return {name: number.numpy() for name, number in numbers.items()}
+            arrays = {name: number.numpy() for name, number in numbers.items()}
+            return arrays | contents_of_tables(self.step)
 
     def moved(self, batch: Any, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
@@ -125,6 +133,16 @@ class OneDevice:
         with nullcontext() if self.step.update.owned else setting(extended, update=update):
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
+
+
+def contents_of_tables(step: Any) -> dict[str, Any]:
+    """Returns the keys and the values of the tables that a step writes to, by name."""
+    contents = {}
+    for number, table in enumerate(step.runner.touched.tables):
+        keys, values = in_order(*table.read())
+        contents[f"table {number} key"] = keys
+        contents[f"table {number} value"] = values
+    return contents
 
 
 def dense(outputs: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,16 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.batches import cut_batch
+from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+# Lines of an error that do not say what is wrong.
+_OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|[Ss]tack trace")
 
 
 class Verify(Feature):
@@ -112,6 +117,7 @@ class Verify(Feature):
         shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
         cut = structure, shards, None if offsets is None else places
         compiled = self._step.runner.function.compiled(*cut)
+        self._refuse_what_stays()
         device = self._device
         if device is None or device.key != self._step.key():
             device = OneDevice(self._step, self._measure)
@@ -119,10 +125,26 @@ class Verify(Feature):
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
         return device, one, whole, (local, places), compiled
 
+    def _refuse_what_stays(self) -> None:
+        """Raises an error if the step changes what cannot be put back; before anything runs."""
+        for state in self._step.runner.touched.states:
+            if state.kind == "python":
+                raise _CannotVerifyError(
+                    f"it runs Python code in {state.operation!r}, and what that remembers cannot "
+                    "be put back. If it remembers nothing, write tf.numpy_function(function, "
+                    "inputs, dtype, stateful=False)"
+                )
+            if state.kind == "other":
+                raise _CannotVerifyError(
+                    f"it changes a resource in {state.operation!r} that is not a variable, and "
+                    "cannot be put back. Keep it in a tf.Variable or a table of "
+                    "tf.lookup.experimental"
+                )
+
     def _outcome(self, device: Any, one: Any, whole: Any, cut: Any, step: Any) -> Verification:
         compiled, args = step
         bounds = Rounding(all_layers(self._step.model))
-        with putting_back(compiled):
+        with putting_back(self._step, compiled):
             found = [q for q in compared(device, one, compiled(*args)[0], bounds) if q.apart]
         steady, beyond = [], []
         if found:
@@ -145,14 +167,41 @@ class Verify(Feature):
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
 
 
+class _CannotVerifyError(Exception):
+    """A reason for which a step is not compared with one device, known before it runs."""
+
+
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     """Returns what a part of the check returns, and why it failed: training goes on."""
     try:
         return outside_scopes(function), ""
     except WorkerLostError:
         raise
-    except Exception as error:  # The code of the user may raise anything outside of replicas.
+    except _CannotVerifyError as reason:
+        return None, str(reason)
+    except tf.errors.OpError as error:
+        if isinstance(error, tf.errors.ResourceExhaustedError) or line_on_memory(error.message):
+            return None, (
+                f"one device has not enough memory for the whole batch: {_essence(error)}. Check a "
+                "smaller batch in a test"
+            )
+        # The warning is given once the replicas have computed the batch.
         return None, (
-            f"{type(error).__name__}: {str(error)[-500:]}. If one device has not enough memory for "
-            "the whole batch, check a smaller one"
+            f"one device fails on this batch, and the replicas do not: {_essence(error)}. What one "
+            "device cannot compute is wrong in the program itself; on the replicas it goes "
+            "unnoticed, as shapes agree there by chance. Compare the shapes of labels, predictions "
+            "and weights for one batch without a strategy"
         )
+    except Exception as error:  # The code of the user may raise anything outside of replicas.
+        return None, f"one device cannot compute it: {type(error).__name__}: {_essence(error)}"
+
+
+def _essence(error: Exception) -> str:
+    """Returns what an error says, without the lines of its traceback and of its graph."""
+    message = re.sub(r"\x1b\[\d*m", "", str(error))
+    said = []
+    for line in message.splitlines():
+        text = line.strip().partition("[[{{")[0].partition("[Op:")[0].strip()
+        if text and not _OF_TRACEBACK.match(text):
+            said.append(text)
+    return " ".join(said)[:300].rstrip(".")

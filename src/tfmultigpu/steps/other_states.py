@@ -1,0 +1,227 @@
+"""State that is no variable, and what else a trace of a step touches.
+
+A table, a queue, an iterator or Python code is found by the operations of the trace that change
+something: in the trace itself, and in its loops, branches and functions. It is not found by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu import _compat
+
+# What TensorFlow calls stateful, and what changes no result: reads of resources, checks, texts and
+# summaries for people, copies between devices, and what is made and used within one step.
+_CHANGES_NOTHING = re.compile(
+    r"_?(Anonymous|Assert|CheckNumerics|Collective|CudnnRNN|Debug|DeepCopy|DeviceIndex|Dummy|Empty"
+    r"|GuaranteeConst|Is|LookupTable(Find|Size|Export)|Nccl|Print|ReadVariable|Recv|Restore|Send"
+    r"|Sleep|Stack|StatelessRandom|SyncDevice|TensorArray|Var|WriteFile|Xla).*"
+    r"|.*(Dataset|ImportEvent|IsClosed|Size|Summary|TPU).*|Timestamp"
+)
+_PYTHON = re.compile(r"(Eager)?PyFunc")
+_WRITES_TABLE = re.compile(r"LookupTable(Insert|Import|Remove)V2")
+_SEEDS = {"seed", "seed2"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OtherState:
+    """State other than variables, as one kind of operation of a trace changes it.
+
+    Attributes:
+        kind: ``"table"`` can be read and put back; ``"draws"`` are those of ``tf.random`` without a
+            generator; ``"python"`` and ``"other"`` are out of reach.
+        operation: The name of its operation in the trace, in which that of the layer is.
+        handle: The resource; None for Python and draws.
+        dtypes: Those of the keys and of the values of a table.
+    """
+
+    kind: Literal["table", "python", "draws", "other"]
+    operation: str
+    handle: Any = None
+    dtypes: tuple[tf.DType, tf.DType] | None = None
+
+    def read(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the keys and the values of a table."""
+        assert self.dtypes is not None
+        return read_table(self.handle, *self.dtypes)
+
+    def write(self, keys: tf.Tensor, values: tf.Tensor) -> None:
+        """Puts keys and values in place of those of a table."""
+        write_table(self.handle, keys, values)
+
+
+class Touched:
+    """What the traces of a step touch.
+
+    Attributes:
+        states: The state other than variables that they change.
+        variables: The variables of TensorFlow that they read or assign, each copy by itself.
+    """
+
+    def __init__(self) -> None:
+        """Begins with nothing."""
+        self.states: list[OtherState] = []
+        self.variables: list[Any] = []
+
+    @property
+    def tables(self) -> list[OtherState]:
+        """The tables among the states."""
+        return [state for state in self.states if state.kind == "table"]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Adds what the operations touch that are made in the context, in a graph."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        yield
+        # The body of a loop and a branch are graphs in another, which has the resources.
+        search = _Search(graph)
+        for operation in graph.get_operations()[before:]:
+            if operation.op_def.is_stateful:
+                search.add(operation.node_def, [search.outside(t) for t in operation.inputs])
+        known = {(state.kind, id(state.handle)) for state in self.states}
+        self.states += [s for s in search.found() if (s.kind, id(s.handle)) not in known]
+        known_variables = {id(variable) for variable in self.variables}
+        self.variables += [v for v in graph.variables if id(v) not in known_variables]
+
+
+class _Search:
+    """Search of a graph for operations that change state other than variables."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._functions: Mapping[str, Any] | None = None
+        self._captures: dict[Any, dict[int, Any]] = {}
+        self._seen: set[Any] = set()
+        self._states: dict[Any, OtherState] = {}
+        self._dtypes: dict[int, tuple[tf.DType, tf.DType]] = {}
+
+    def found(self) -> list[OtherState]:
+        """Returns the states; a table whose dtypes nothing tells is out of reach."""
+        states = []
+        for state in self._states.values():
+            dtypes = self._dtypes.get(id(state.handle))
+            if state.kind == "table" and dtypes is None:
+                state = dataclasses.replace(state, kind="other")
+            states.append(dataclasses.replace(state, dtypes=dtypes))
+        return states
+
+    def outside(self, tensor: Any) -> Any:
+        """Returns the resource from outside of all graphs that a tensor is; None for another."""
+        if tensor.dtype != tf.resource:
+            return None
+        while not hasattr(tensor, "numpy"):
+            if tensor.op.type == "Identity":
+                tensor = tensor.op.inputs[0]
+                continue
+            if tensor.graph not in self._captures:
+                captures = tensor.graph.captures
+                self._captures[tensor.graph] = {id(inner): out for out, inner in captures}
+            tensor = self._captures[tensor.graph].get(id(tensor))
+            if tensor is None:
+                return None
+        return tensor
+
+    def add(self, node: Any, handles: list[Any], within: str = "") -> None:
+        """Adds what an operation changes, or what the functions that it calls do.
+
+        Args:
+            node: The operation.
+            handles: For each of its inputs the resource from outside; None for other inputs.
+            within: The names of the operations that call the function that it is in.
+        """
+        called: set[str] = set()
+        for attribute in node.attr.values():
+            called.update(_functions_in(attribute))
+        for function in called:
+            self._add_function(function, handles, f"{within}{node.name}/")
+        if called:
+            return
+
+        # A resource without one here is made in the step, and ends with it.
+        handles = [handle for handle in handles if handle is not None]
+        takes_resource = any(kind == tf.resource for kind in _compat.types_of_inputs(node.op))
+        if takes_resource and not handles:
+            return
+        handle = handles[0] if handles else None
+        if handle is not None and _compat.is_variable_handle(handle):
+            return
+        if {"Tin", "Tout"} <= set(node.attr) and handle is not None:
+            pair = tf.as_dtype(node.attr["Tin"].type), tf.as_dtype(node.attr["Tout"].type)
+            self._dtypes[id(handle)] = pair
+        kind = _kind_of(node)
+        if kind is not None:
+            where = f"{within}{node.name}"
+            self._states.setdefault((kind, id(handle)), OtherState(kind, where, handle))
+
+    def _add_function(self, name: str, handles: list[Any], within: str) -> None:
+        # Replicas call a function with their own resources.
+        key = name, tuple([id(handle) for handle in handles])
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if self._functions is None:
+            library = self._graph.as_graph_def().library.function
+            self._functions = {one.signature.name: one for one in library}
+        function = self._functions[name]
+
+        # A call has the arguments of its function last, such as a branch those behind the choice.
+        names = [argument.name for argument in function.signature.input_arg]
+        resources = dict(zip(reversed(names), reversed(handles), strict=False))
+        for node in function.node_def:
+            inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
+            given = [resources.get(name) for name in inputs]
+            if node.op == "Identity":
+                resources[node.name] = given[0]
+            elif _compat.is_stateful(node.op):
+                self.add(node, given, within)
+
+
+def _functions_in(attribute: Any) -> list[str]:
+    """Returns the names of the functions in an attribute of an operation."""
+    if attribute.WhichOneof("value") == "func":
+        return [attribute.func.name]
+    return [function.name for function in attribute.list.func]
+
+
+def _kind_of(node: Any) -> Literal["table", "python", "draws", "other"] | None:
+    """Returns what kind of state an operation changes that is stateful; None for none."""
+    if _PYTHON.fullmatch(node.op):
+        return "python"
+    if _WRITES_TABLE.fullmatch(node.op):
+        return "table"
+    if _CHANGES_NOTHING.fullmatch(node.op):
+        return None
+    return "draws" if set(node.attr) >= _SEEDS else "other"
+
+
+def read_table(handle: Any, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the keys and the values of a table."""
+    with tf.device(handle.device):
+        pair: Any = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=key, Tvalues=value)
+    # A table with room for deleted keys gives its own memory, which it goes on writing to.
+    return tf.constant(np.array(pair.keys.numpy())), tf.constant(np.array(pair.values.numpy()))
+
+
+def write_table(handle: Any, keys: tf.Tensor, values: tf.Tensor) -> None:
+    """Puts keys and values in place of all those of a table."""
+    with tf.device(handle.device):
+        tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values)
+
+
+def in_order(keys: tf.Tensor, values: tf.Tensor) -> list[np.ndarray[Any, Any]]:
+    """Returns the keys of a table in order, once each, and their values; texts as numbers."""
+    numbers = []
+    for tensor in (keys, values):
+        is_text = tensor.dtype == tf.string
+        number = tf.strings.to_hash_bucket_fast(tensor, 2**53) if is_text else tensor
+        numbers.append(number.numpy())
+    _, places = np.unique(numbers[0], axis=0, return_index=True)
+    return [number[places] for number in numbers]
