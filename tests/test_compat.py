@@ -361,3 +361,16 @@ def test_operations_of_a_graph_can_be_changed():
     assert [one.name for one in total.op.control_inputs] == [second.op.name]
     with tf.compat.v1.Session(graph=graph) as session:
         assert session.run(total) == 3.0
+
+
+# Fails if operations in the functions of a trace are no longer known, so that what they change is
+# missed; or if a table is taken for a variable.
+def test_operations_are_known_by_their_names():
+    assert all(map(_compat.is_stateful, ("EagerPyFunc", "LookupTableInsertV2", "While", "If")))
+    assert not any(map(_compat.is_stateful, ("AddV2", "PyFuncStateless", "StatelessWhile", "None")))
+    assert tf.resource in _compat.types_of_inputs("LookupTableInsertV2")
+    assert tf.resource not in _compat.types_of_inputs("EagerPyFunc")
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+    assert not _compat.is_variable_handle(table.resource_handle)
+    assert _compat.is_variable_handle(tf.Variable(1.0).handle)
+    assert _compat.is_variable_handle(tf.random.Generator.from_seed(1).state.handle)

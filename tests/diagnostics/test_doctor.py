@@ -120,6 +120,23 @@ CASES: dict[str, tuple[Machine, str, str, str, str]] = {
         *("warning", "gpus-hidden-by-program", "The driver shows 3 GPUs (NVIDIA H200, NVIDIA"),
         "TF_MIN_GPU_MULTIPROCESSOR_COUNT=4",
     ),
+    "instances of MIG, all of them named": (
+        Machine(driver=driver(1, instances=2), **sees(1), **shows("MIG-a,MIG-b")),
+        *("warning", "mig-instances", "has 2 instances of MIG, and a process sees one of them"),
+        "launch --workers 2",
+    ),
+    "instances of MIG on two GPUs": (
+        Machine(driver=driver(2, instances=4), **sees(1)),
+        *("warning", "mig-instances", "has 4 instances of MIG", "launch --workers 4"),
+    ),
+    "little shared memory": (
+        Machine(**FINE, shared_memory=64 * 1024**2),
+        *("warning", "small-shared-memory", "/dev/shm has 64 MiB, for 4 GPUs", "--shm-size=1g"),
+    ),
+    "several GPUs under WSL2": (
+        Machine(**FINE, wsl=True),
+        *("warning", "wsl2", "4 GPUs are used under WSL2", "NCCL_P2P_DISABLE=1"),
+    ),
     "another backend": (
         Machine(**{**FINE, "backend": "jax"}),
         *("error", "keras-backend", "Keras runs on the backend 'jax', not on TensorFlow"),
@@ -164,6 +181,15 @@ def test_each_cause_is_named_in_the_first_three_lines(name: str) -> None:
     assert f"`{code}`" in PAGE.read_text()
 
 
+# Fails if what only NCCL needs is asked of a machine with one GPU, or what is set is set again.
+def test_what_one_gpu_does_not_need_is_not_asked() -> None:
+    one = {"driver": driver(1), **sees(1)}
+    assert report_on(Machine(**one, shared_memory=1, wsl=True)).codes == ("one-gpu",)
+    told = Machine(**FINE, wsl=True, environment={"NCCL_P2P_DISABLE": "1"})
+    assert report_on(told).codes == ("ask-explain",)
+    assert report_on(Machine(**FINE, shared_memory=GIB)).codes == ("ask-explain",)
+
+
 def test_the_facts_are_those_a_helper_asks_for() -> None:
     facts = report_on(Machine(**FINE, plan=PLAN)).facts
     assert facts["devices"]["GPU:3"] == (
@@ -175,6 +201,7 @@ def test_the_facts_are_those_a_helper_asks_for() -> None:
     here = inspect_machine()
     assert {"tfmultigpu", "tensorflow", "keras", "numpy", "python"} <= set(here.versions)
     assert here.kernels
+    assert here.shared_memory is None or here.shared_memory > 0
     assert "CPU:0" in doctor().facts["devices"]
 
 
@@ -239,6 +266,9 @@ def test_the_driver_is_asked_by_its_program(
     )
     plant(tmp_path, f"echo '{xml}'")
     assert ask_driver(tmp_path) == Driver(("Tesla T4", "A2"), "535.1", (12, 2), cards=1)
+    part = "<mig_device><index>0</index></mig_device>"
+    plant(tmp_path, f"echo '{xml}<mig_devices>{part}{part}</mig_devices>'")
+    assert ask_driver(tmp_path).instances == 2
     plant(tmp_path, "echo 'NVIDIA-SMI has failed'; echo more; exit 9")
     failed = Driver(problem="nvidia-smi: NVIDIA-SMI has failed", cards=1)
     assert ask_driver(tmp_path) == failed

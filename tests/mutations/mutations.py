@@ -7,9 +7,10 @@ from float16_mutations import FLOAT16
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
+from state_mutations import STATE
 from step_mutations import STEPS
 from worker_mutations import PROCESSES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16)
+MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from collections.abc import Callable
@@ -58,6 +59,37 @@ def test_a_model_or_an_optimizer_outside_the_scope_is_found() -> None:
         assert severities(report)[0] == "error"
         assert said in str(report.findings[0])
         assert "scope" in str(report.findings[0])
+
+
+def distilled(scope: Any, rows: int) -> Any:
+    """Returns a step that has run, with a teacher that was made in a scope."""
+    with scope:
+        teacher = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        temperature = tf.Variable(2.0)
+    model, optimizer = model_in(strategy_of(3))
+
+    def forward(model: Any, x: Any, training: bool) -> tmg.LossSum:
+        gap = model(x, training=training) - teacher(x) / temperature
+        return tmg.LossSum(tf.reduce_sum(gap**2), tf.size(gap))
+
+    step = tmg.make_train_step(
+        model, optimizer, None, strategy_of(3), forward=forward, micro_batches=2, verify=False
+    )
+    step(np.ones((rows, 4), "float32"))
+    return step
+
+
+# Fails if a teacher, or a variable, that every replica copies from one device in each step is not
+# named, with its bytes and the line to write; or if one that has a copy on each device is.
+def test_what_each_replica_copies_in_each_step_is_named() -> None:
+    report = tmg.explain(distilled(contextlib.nullcontext(), 7))
+    (finding,) = report.findings
+    assert finding.code != "in-order"
+    assert f"{4 * (4 * 2 + 2 + 1)} bytes" in finding.what
+    assert "dense" in finding.what
+    assert "CPU:0" in finding.what or "GPU:0" in finding.what
+    assert "with strategy.scope()" in finding.change
+    assert tmg.explain(distilled(strategy_of(3).scope(), 7)).codes == ("in-order",)
 
 
 # Fails if one replica is called several.

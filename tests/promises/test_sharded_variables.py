@@ -114,6 +114,37 @@ def test_evaluation_and_predictions_are_those_of_one_device() -> None:
     np.testing.assert_allclose(predicted, plain.model(IDS).numpy(), rtol=1e-7, atol=1e-12)
 
 
+def lora(mode: str) -> tuple[Any, Any]:
+    """Returns a model whose large kernels are quantized, with LoRA, and its optimizer."""
+    keras.utils.set_random_seed(4)
+    hidden = [keras.layers.Dense(256, "relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((256,)), *hidden, keras.layers.Dense(2)])
+    for layer in hidden:
+        layer.quantize(mode)
+        layer.enable_lora(2)
+    return model, keras.optimizers.SGD(0.1)
+
+
+# Fails if a kernel that ``layer.quantize`` has made is held by several devices, or is read wrong.
+def test_a_quantized_kernel_is_on_one_device_alone() -> None:
+    strategy, x = strategy_of(REPLICAS), np.linspace(-1, 1, 7 * 256, dtype="float32")
+    batch = x.reshape(7, 256), x[:14].reshape(7, 2)
+    for mode, size in (("int8", 256 * 256), ("int4", 256 * 256 // 2)):
+        model, optimizer = lora(mode)
+        plain = PlainLoop(Training(model, optimizer, keras.losses.MeanSquaredError()), batch)
+        expected = [plain.step(batch)["loss"] for _ in range(2)]
+        with strategy.scope(), tmg.sharded_variables(at_least=2**14):
+            ours, optimizer = lora(mode)
+        kernels = [v for v in ours.variables if v.dtype == "int8" and v.shape.rank == 2]
+        kernels = [v for v in kernels if v.shape.num_elements() >= 2**14]
+        assert bytes_by_device(kernels) == [size] * 3
+        step = tmg.make_train_step(ours, optimizer, "mse", strategy, verify=False)
+        losses = [float(step(batch)["loss"]) for _ in range(2)]
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for variable, other in zip(ours.variables, model.variables, strict=True):
+            np.testing.assert_allclose(variable, other, rtol=1e-4, atol=1e-6)
+
+
 # Fails if a shard or its slot is not in a checkpoint, or comes back on another device or on all.
 def test_they_are_saved_and_restored(tmp_path: Path) -> None:
     ours, _ = trained()

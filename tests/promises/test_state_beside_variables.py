@@ -88,6 +88,22 @@ def test_a_table_counts_each_row_once() -> None:
     assert layer.count() == 96
 
 
+# Fails if a table that shares its memory with what is read of it is put back to what came after.
+@pytest.mark.filterwarnings("error::tfmultigpu.ReplicaDependenceWarning")
+def test_a_table_of_keys_that_may_be_deleted_is_put_back() -> None:
+    table = dense_table()
+    table.insert(KEY, 5 * KEY + 5)
+
+    def counted(x: Any) -> Any:
+        count = table.lookup(KEY) + tf.shape(x, tf.int64)[0]
+        with tf.control_dependencies([table.insert(KEY, count)]):
+            return tf.identity(x)
+
+    model, _ = model_with(lambda: Calls(counted), 2)
+    tmg.make_predict_step(model, strategy_of(2))(X[:7])
+    assert int(table.lookup(KEY)[0]) == 12
+
+
 # Fails if a table that replicas fill otherwise than one device does is not reported.
 def test_a_table_that_depends_on_the_cut_is_reported() -> None:
     model, optimizer = model_with(lambda: Counts(by_call=True), 2)

@@ -156,6 +156,7 @@ WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
     (machine(2, parts=2), "auto", "one_device", {"nccl", "ring"}),
     (machine(4, parts=2), "auto", "one_device", {"nccl", "ring"}),
     (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
+    (machine(0), "auto", "none", {"nccl"}),
     (machine(0, cpus=2), "mirrored", "one_device", {"nccl", "ring"}),
     (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "ring", "hierarchical_copy"}),
     (machine(2, cluster=TWO_WORKERS), "auto", "nccl", NOT_OF_WORKERS),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -62,18 +63,26 @@ class Touched:
 
     Attributes:
         states: The state other than variables that they change.
-        variables: The variables of TensorFlow that they read or assign, each copy by itself.
     """
 
     def __init__(self) -> None:
         """Begins with nothing."""
         self.states: list[OtherState] = []
-        self.variables: list[Any] = []
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def tables(self) -> list[OtherState]:
         """The tables among the states."""
         return [state for state in self.states if state.kind == "table"]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of TensorFlow that they read or assign, each copy by itself."""
+        found: dict[int, Any] = {}
+        for graph in self._graphs:
+            with suppress(AssertionError):  # Nobody has one of them any more.
+                found.update({id(variable): variable for variable in graph.variables})
+        return list(found.values())
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -88,8 +97,7 @@ class Touched:
                 search.add(operation.node_def, [search.outside(t) for t in operation.inputs])
         known = {(state.kind, id(state.handle)) for state in self.states}
         self.states += [s for s in search.found() if (s.kind, id(s.handle)) not in known]
-        known_variables = {id(variable) for variable in self.variables}
-        self.variables += [v for v in graph.variables if id(v) not in known_variables]
+        self._graphs.add(graph)  # Which knows its variables once it is complete.
 
 
 class _Search:

@@ -213,7 +213,10 @@ def _addition(
 ) -> tuple[str, str, str | None]:
     """Returns how to add over replicas, why, and why not as requested."""
     if kind == "one_device":
-        return "none", "one replica has nothing to add", None
+        refused = None
+        if asked == "nccl" and devices[0].startswith("CPU:"):
+            refused = facts.explained("NCCL runs on GPUs only, and this is a CPU")
+        return "none", "one replica has nothing to add", refused
     if kind == "tpu":
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own

@@ -33,6 +33,7 @@ class Driver:
     cuda: tuple[int, int] | None = None  # The newest that it runs, such as (12, 4).
     problem: str = ""  # Why it does not answer.
     cards: int = 0  # NVIDIA's on the PCI bus, with or without a driver.
+    instances: int = 0  # Of MIG, over all GPUs.
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Machine:
     growth: Mapping[str, bool] = field(default_factory=dict)  # Of each GPU that it will use.
     started: bool = False  # TensorFlow has started its devices, without a cluster.
     backend: str = "tensorflow"
+    shared_memory: int | None = None  # The bytes of /dev/shm; None where there is none.
+    wsl: bool = False  # Linux under Windows.
     distribution: str | None = None  # The class of the active ``keras.distribution``.
     plan: StrategyPlan | TfMultiGpuError | None = None  # Of ``create_strategy()``, or its error.
 
@@ -86,7 +89,18 @@ def inspect_machine() -> Machine:
         started=started and "/job:" not in config.list_logical_devices("CPU")[0].name,
         **_keras(),
         plan=plan,
+        shared_memory=_size_of(Path("/dev/shm")),
+        wsl="microsoft" in platform.release().lower(),
     )
+
+
+def _size_of(folder: Path) -> int | None:
+    """Returns the bytes of the file system of a folder; None if there is none."""
+    try:
+        system = os.statvfs(folder)
+    except (OSError, AttributeError):  # Windows has neither.
+        return None
+    return system.f_frsize * system.f_blocks
 
 
 def ask_driver(root: Path = Path("/")) -> Driver:
@@ -109,6 +123,7 @@ def ask_driver(root: Path = Path("/")) -> Driver:
         cuda=(int(cuda[1]), int(cuda[2])) if cuda else None,
         problem="" if gpus else f"nvidia-smi: {problem}",
         cards=sum(map(_is_nvidia_card, root.glob("sys/bus/pci/devices/*"))),
+        instances=answer.count("<mig_device>"),
     )
 
 

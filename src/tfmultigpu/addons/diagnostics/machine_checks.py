@@ -31,7 +31,7 @@ def _count_shown(machine: Machine) -> int:
         return 0
     named = [e.startswith(("GPU-", "MIG-")) or (e.isdecimal() and int(e) < total) for e in entries]
     count = [*named, False].index(False)
-    return min(count, 1) if "MIG-" in (value or "") else count
+    return min(count, 1) if "MIG-" in (value or "") or machine.driver.instances else count
 
 
 def _keras_backend(machine: Machine) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def _no_kernels(machine: Machine) -> Iterator[Finding]:
 
 def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
     value = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
+    if value is None or ("MIG-" in value and machine.driver.instances):
         return
     seen, shown, total = len(machine.gpus), _count_shown(machine), len(machine.driver.gpus)
     variable, none = f"CUDA_VISIBLE_DEVICES={shown_value(value)}", value.strip() in _NO_GPUS
@@ -165,9 +165,42 @@ def _gpu_taken(machine: Machine) -> Iterator[Finding]:
             yield Finding("warning", "gpu-taken", what, why, change)
 
 
+def _instances(machine: Machine) -> Iterator[Finding]:
+    count = machine.driver.instances
+    if count > 1:
+        what = f"The driver has {count} instances of MIG, and a process sees one of them."
+        why = "A program in one process trains on one instance; the others are idle."
+        change = "A worker for each: CUDA_VISIBLE_DEVICES=MIG-...,MIG-... python -m tfmultigpu "
+        change += f"launch --workers {count} program.py, all names of nvidia-smi -L; in it "
+        change += 'tmg.create_strategy(communication="ring"), for NCCL takes a GPU once'
+        yield Finding("warning", "mig-instances", what, why, change)
+
+
+def _small_shared_memory(machine: Machine) -> Iterator[Finding]:
+    size = machine.shared_memory
+    if size is not None and size < 1024**3 and len(machine.used_gpus) > 1:
+        what = f"/dev/shm has {size / 1024**2:.0f} MiB, for {len(machine.used_gpus)} GPUs."
+        why = "NCCL hands gradients over there. If it is full, the process dies of SIGBUS, exit "
+        why += "code 135, or NCCL reports an unhandled system error."
+        change = "docker run --shm-size=1g ... (Kubernetes: an emptyDir with medium: Memory at "
+        change += "/dev/shm)"
+        yield Finding("warning", "small-shared-memory", what, why, change)
+
+
+def _wsl(machine: Machine) -> Iterator[Finding]:
+    count = len(machine.used_gpus)
+    if machine.wsl and count > 1 and "NCCL_P2P_DISABLE" not in machine.environment:
+        what = f"{count} GPUs are used under WSL2, where GPUs cannot copy to each other directly."
+        why = "NCCL may hang or fail there at the first step."
+        change = "python -m tfmultigpu doctor --links tests it; NCCL_P2P_DISABLE=1 in the "
+        change += 'environment, or tmg.create_strategy(communication="hierarchical_copy")'
+        yield Finding("warning", "wsl2", what, why, change)
+
+
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     *(_keras_backend, _no_driver, _no_libraries, _no_kernels),
-    *(_gpus_hidden, _gpus_hidden_by_program, _cluster, _gpu_taken),
+    *(_gpus_hidden, _gpus_hidden_by_program, _instances, _cluster, _gpu_taken),
+    *(_small_shared_memory, _wsl),
 )
 
 

@@ -44,6 +44,7 @@ def report_on(machine: Machine) -> Report:
         "devices": {
             "NVIDIA cards": f"{driver.cards} on the bus",
             "GPUs of the driver": ", ".join(driver.gpus) or "none",
+            "/dev/shm": _mebibytes(machine.shared_memory),
             **{device.name: _describe(device, machine) for device in machine.devices},
         },
         "variables": describe_variables(environ),
@@ -52,6 +53,10 @@ def report_on(machine: Machine) -> Report:
     most = max(len(driver.gpus), len(machine.gpus), driver.cards)
     title = f"tfmultigpu doctor: {len(machine.used_gpus)} of {most} GPU(s) in use by TensorFlow"
     return Report(title, tuple(find_causes(machine)), facts)
+
+
+def _mebibytes(size: int | None) -> str:
+    return "none" if size is None else f"{size / 1024**2:.0f} MiB"
 
 
 def _describe(device: Device, machine: Machine) -> str:

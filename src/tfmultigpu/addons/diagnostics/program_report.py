@@ -31,6 +31,7 @@ from tfmultigpu.strategies.topology import (
 from tfmultigpu.types import Optimizer, Strategy
 
 _SCOPE = "with strategy.scope():"
+_MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
 
 
 def explain(
@@ -46,7 +47,8 @@ def explain(
 
     Args:
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
-            models, optimizers and strategy.
+            models, optimizers and strategy. Of a step that has run once, variables on one device
+            that each replica copies in each step are reported too.
         optimizer: Its optimizer; None takes the compiled one.
         dataset: A ``tf.data.Dataset`` of global batches, or the result of ``distribute_dataset``;
             other data is not read.
@@ -74,6 +76,7 @@ def explain(
     if hasattr(model, "train_steps"):
         trained = [(part.model, part.optimizer) for part in model.train_steps]
         strategy = model.strategy
+        causes += _check_reads([model, *model.train_steps], strategy)
     strategy = _strategy_of(trained[0][0]) if strategy is None else strategy
     facts = {}
     for each, own in trained:
@@ -163,6 +166,30 @@ def _check_optimizer(model: Any, optimizer: Any, strategy: Any) -> Iterator[Find
         return
     change = f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)"
     yield Finding("error", "optimizer-scope", what, why, change)
+
+
+def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+    """Finds what is on one device and read by all replicas, as the traces so far tell."""
+    touched: dict[int, Any] = {}
+    for step in steps:
+        touched.update({id(variable): variable for variable in step.touched.variables})
+        for changed in step.changed_variables():  # What owners update is on one device each.
+            touched.pop(id(tf_variable(changed)), None)
+    for key, variable in list(touched.items()):
+        if strategy.extended.variable_created_in_scope(variable):
+            del touched[key]
+    if strategy.num_replicas_in_sync == 1 or not touched:
+        return
+    sizes = {id(v): v.shape.num_elements() * v.dtype.size for v in touched.values()}
+    outside = sorted(touched.values(), key=lambda variable: -sizes[id(variable)])
+    total, largest = sum(sizes.values()), outside[0]
+    severity = "warning" if total >= _MUCH else "note"
+    what = f"Each replica copies {total:,} bytes in each step: what it reads of {len(outside)} "
+    what += f"variable(s) on one device, the largest {largest.name.partition(':')[0]!r} on "
+    what += f"{parse_device_name(largest.device)}."
+    why = "They were created outside the scope of the strategy, so other replicas have no copy."
+    change = f"{_SCOPE} teacher = ..., or whatever has this variable"
+    yield Finding(severity, "copied-each-step", what, why, change)
 
 
 def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:

@@ -24,6 +24,8 @@ from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 AT_LEAST = 2**16
+# Dtypes of kernels of ``layer.quantize``, which never change: of four bits two are in each number.
+_QUANTIZED = (tf.int8, tf.uint8)
 
 
 class _Limits(NamedTuple):
@@ -96,7 +98,8 @@ def sharded_variables(
     the optimizer state beside it. The results are those of a mirrored model, and of one device.
 
     A variable goes to the device with the smallest part of its memory in use. Small variables,
-    and those that are not trained, such as moving statistics, stay mirrored. A model that is built
+    and those that are not trained, such as moving statistics, stay mirrored; kernels that
+    ``layer.quantize`` makes in the same two contexts are sharded too. A model that is built
     later, from its first batch, is sharded by the arguments that were given last. Several workers
     each spread all variables over their own devices, and all must enter it.
 
@@ -154,7 +157,9 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
     def create(create_mirrored: Any, **options: Any) -> Any:
         # The innermost context decides. Only Keras says for each variable whether it is trained.
-        if limits is not loads.entered[-1] or options.get("trainable") is not True:
+        trainable = options.get("trainable") is True
+        is_kept = trainable or options["dtype"] in _QUANTIZED
+        if limits is not loads.entered[-1] or not is_kept:
             return create_mirrored(**options)
         initial = options["initial_value"]
         if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
@@ -175,7 +180,7 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             value = tf.identity(value)
         loads.add(number, name, size, limits.memory)
         value = value_of_first_worker(strategy, value, device)
-        variable = _on_device(strategy, device, value, name, trainable=True)
+        variable = _on_device(strategy, device, value, name, trainable=trainable)
         weakref.finalize(variable, loads.forget, number, size)
         return variable
 
