@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from law.model import FLOAT, Training, cut
 from law.pair import LOGS, dataset_of, strategy_of
@@ -125,6 +126,8 @@ def lora(mode: str) -> tuple[Any, Any]:
     return model, keras.optimizers.SGD(0.1)
 
 
+# Keras' own quantizers read variables so.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # Fails if a kernel that ``layer.quantize`` has made is held by several devices, or is read wrong.
 def test_a_quantized_kernel_is_on_one_device_alone() -> None:
     strategy, x = strategy_of(REPLICAS), np.linspace(-1, 1, 7 * 256, dtype="float32")
