@@ -172,7 +172,7 @@ def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iter
     """Finds what is on one device and read by all replicas, as the traces so far tell."""
     touched: dict[int, Any] = {}
     for step in steps:
-        touched.update({id(variable): variable for variable in step.touched.variables})
+        touched.update({id(variable): variable for variable in step.runner.touched.variables})
         for changed in step.changed_variables():  # What owners update is on one device each.
             touched.pop(id(tf_variable(changed)), None)
     for key, variable in list(touched.items()):
