@@ -250,3 +250,31 @@ def test_synchronize_batch_norm_mends_a_model_of_others() -> None:
     names = [variable.path for variable in truth.model.variables]
     values = [[v.numpy() for v in m.variables] for m in (model, truth.model)]
     assert_values(*values, names)
+
+
+# Fails if a program that only the replicas can compute, as two shapes agree there by chance, is
+# blamed on its replicas, or if what one device says of it is lost in a traceback.
+def test_what_one_device_cannot_compute_is_wrong_in_the_program() -> None:
+    def loss(labels: Any, predictions: Any) -> Any:
+        return tf.square(tf.reshape(labels, [-1]) - predictions)
+
+    _, step = step_of(2, lambda: sequential(layers.Dense(3, **FLOAT)), loss)
+    x, _ = regression([4])[0]
+    (said,) = told(step, (x, np.ones([4, 1])))
+    assert "one device fails on this batch, and the replicas do not" in said
+    assert "Incompatible shapes: [4] vs. [4,2]. What one device" in said
+    assert "wrong in the program itself" in said
+    assert 'File "' not in said
+
+
+# Fails if a metric that Keras makes of a function is told by a name that its user never wrote.
+def test_a_metric_is_told_by_the_name_of_its_function() -> None:
+    def largest_prediction(labels: Any, predictions: Any) -> Any:
+        return tf.reduce_max(predictions) * tf.ones_like(predictions[:, 0])
+
+    with strategy_of(2).scope():
+        model = sequential()
+        model.compile("sgd", "mse", metrics=[largest_prediction])
+    x, y = regression([7])[0]
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="'largest_prediction/total'"):
+        tmg.fit(model, x, y, batch_size=7, verbose=0)

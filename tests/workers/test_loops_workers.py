@@ -127,7 +127,9 @@ class Slow(keras.layers.Layer):
             time.sleep(0.002 * 4 ** this_worker.index() * len(values))
             return values
 
-        return tf.ensure_shape(tf.numpy_function(wait, [inputs], tf.float32), inputs.shape)
+        return tf.ensure_shape(
+            tf.numpy_function(wait, [inputs], tf.float32, stateful=False), inputs.shape
+        )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         return input_shape

@@ -188,8 +188,8 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         # The warning is given once the replicas have computed the batch.
         return None, (
             f"one device fails on this batch, and the replicas do not: {_essence(error)}. What one "
-            "device cannot compute is wrong in the program itself; on the replicas it goes "
-            "unnoticed, as shapes agree there by chance. Compare the shapes of labels, predictions "
+            "device cannot compute is wrong in the program itself; on replicas it may go "
+            "unnoticed, if shapes agree there by chance. Compare the shapes of labels, predictions "
             "and weights for one batch without a strategy"
         )
     except Exception as error:  # The code of the user may raise anything outside of replicas.
