@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +29,11 @@ _CHANGES_NOTHING = re.compile(
 _PYTHON = re.compile(r"(Eager)?PyFunc")
 _WRITES_TABLE = re.compile(r"LookupTable(Insert|Import|Remove)V2")
 _SEEDS = {"seed", "seed2"}
+Handle: TypeAlias = Any  # A tensor of dtype resource outside of graphs.
+_Graph: TypeAlias = Any  # A graph of a trace, which TensorFlow calls a FuncGraph.
+_Node: TypeAlias = Any  # A NodeDef: an operation by its name, type, inputs and attributes.
+Kind: TypeAlias = Literal["table", "python", "draws", "other"]
+_Key: TypeAlias = tuple[Kind, int]  # With the ``id`` of the handle.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,9 +48,9 @@ class OtherState:
         dtypes: Those of the keys and of the values of a table.
     """
 
-    kind: Literal["table", "python", "draws", "other"]
+    kind: Kind
     operation: str
-    handle: Any = None
+    handle: Handle = None
     dtypes: tuple[tf.DType, tf.DType] | None = None
 
     def read(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -68,7 +73,7 @@ class Touched:
     def __init__(self) -> None:
         """Begins with nothing."""
         self.states: list[OtherState] = []
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     @property
     def tables(self) -> list[OtherState]:
@@ -76,9 +81,9 @@ class Touched:
         return [state for state in self.states if state.kind == "table"]
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[tf.Variable]:
         """The variables of TensorFlow that they read or assign, each copy by itself."""
-        found: dict[int, Any] = {}
+        found: dict[int, tf.Variable] = {}
         for graph in self._graphs:
             with suppress(AssertionError):  # Nobody has one of them any more.
                 found.update({id(variable): variable for variable in graph.variables})
@@ -87,7 +92,7 @@ class Touched:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Adds what the operations touch that are made in the context, in a graph."""
-        graph: Any = tf.compat.v1.get_default_graph()
+        graph: _Graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         yield
         # The body of a loop and a branch are graphs in another, which has the resources.
@@ -103,12 +108,12 @@ class Touched:
 class _Search:
     """Search of a graph for operations that change state other than variables."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: _Graph) -> None:
         self._graph = graph
         self._functions: Mapping[str, Any] | None = None
-        self._captures: dict[Any, dict[int, Any]] = {}
-        self._seen: set[Any] = set()
-        self._states: dict[Any, OtherState] = {}
+        self._captures: dict[_Graph, dict[int, tf.Tensor]] = {}
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._states: dict[_Key, OtherState] = {}
         self._dtypes: dict[int, tuple[tf.DType, tf.DType]] = {}
 
     def found(self) -> list[OtherState]:
@@ -121,7 +126,7 @@ class _Search:
             states.append(dataclasses.replace(state, dtypes=dtypes))
         return states
 
-    def outside(self, tensor: Any) -> Any:
+    def outside(self, tensor: Any) -> Handle:
         """Returns the resource from outside of all graphs that a tensor is; None for another."""
         if tensor.dtype != tf.resource:
             return None
@@ -137,7 +142,7 @@ class _Search:
                 return None
         return tensor
 
-    def add(self, node: Any, handles: list[Any], within: str = "") -> None:
+    def add(self, node: _Node, handles: list[Handle], within: str = "") -> None:
         """Adds what an operation changes, or what the functions that it calls do.
 
         Args:
@@ -169,7 +174,7 @@ class _Search:
             where = f"{within}{node.name}"
             self._states.setdefault((kind, id(handle)), OtherState(kind, where, handle))
 
-    def _add_function(self, name: str, handles: list[Any], within: str) -> None:
+    def _add_function(self, name: str, handles: list[Handle], within: str) -> None:
         # Replicas call a function with their own resources.
         key = name, tuple([id(handle) for handle in handles])
         if key in self._seen:
@@ -199,7 +204,7 @@ def _functions_in(attribute: Any) -> list[str]:
     return [function.name for function in attribute.list.func]
 
 
-def _kind_of(node: Any) -> Literal["table", "python", "draws", "other"] | None:
+def _kind_of(node: _Node) -> Kind | None:
     """Returns what kind of state an operation changes that is stateful; None for none."""
     if _PYTHON.fullmatch(node.op):
         return "python"
@@ -210,7 +215,7 @@ def _kind_of(node: Any) -> Literal["table", "python", "draws", "other"] | None:
     return "draws" if set(node.attr) >= _SEEDS else "other"
 
 
-def read_table(handle: Any, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+def read_table(handle: Handle, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the keys and the values of a table."""
     with tf.device(handle.device):
         pair: Any = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=key, Tvalues=value)
@@ -218,7 +223,7 @@ def read_table(handle: Any, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, 
     return tf.constant(np.array(pair.keys.numpy())), tf.constant(np.array(pair.values.numpy()))
 
 
-def write_table(handle: Any, keys: tf.Tensor, values: tf.Tensor) -> None:
+def write_table(handle: Handle, keys: tf.Tensor, values: tf.Tensor) -> None:
     """Puts keys and values in place of all those of a table."""
     with tf.device(handle.device):
         tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values)

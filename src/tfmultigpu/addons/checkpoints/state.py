@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.addons.checkpoints.tables import (
     PREFIX,
+    Tables,
     check_holds_states,
     is_table,
     named_tables,
@@ -96,7 +98,7 @@ class RunVariables:
         variables = read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
         return {**variables, **read_tables(self._tables(), self.exchange)}
 
-    def write(self, arrays: Arrays, where: Any) -> None:
+    def write(self, arrays: Arrays, where: Path) -> None:
         """Writes back what ``read`` has returned, or a checkpoint that is stored ``where``."""
         write_state(self.all(), arrays, self.exchange)
         write_tables(self._tables(), arrays, where)
@@ -130,9 +132,9 @@ class RunVariables:
         if self._step is not None and spec is not None:
             self._step.runner.settle(lambda: spec)
 
-    def _tables(self) -> dict[str, Any]:
+    def _tables(self) -> Tables:
         """Returns the tables in attributes of layers and in extra objects, by name."""
-        groups: dict[str, list[Any]] = {}
+        groups: dict[str, list[object]] = {}
         for prefix, (model, _) in self._parts.items():
             groups[prefix] = []
             for layer in all_layers(model):

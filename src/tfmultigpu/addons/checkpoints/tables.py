@@ -6,7 +6,8 @@ Each is stored as TensorFlow serializes a tensor, for NumPy has no arrays of tex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +18,8 @@ from tfmultigpu.steps.other_states import OtherState, read_table, write_table
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
+Table: TypeAlias = Any  # Of these kinds, which types of TensorFlow leave out.
+Tables: TypeAlias = Mapping[str, Table]  # By the begin of the names of their arrays.
 PREFIX = "tables/"  # Of the names of arrays.
 _KINDS = tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable
 _NAMES = {"table": "a table", "python": "Python code", "other": "a resource"}
@@ -28,14 +31,14 @@ _ADVICE = {
 }
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Returns whether a value is a table that a program can change."""
     return isinstance(value, _KINDS)
 
 
-def named_tables(groups: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def named_tables(groups: Mapping[str, Sequence[object]]) -> Tables:
     """Returns the tables among values, once each, by group and number."""
-    found: dict[str, Any] = {}
+    found: dict[str, Table] = {}
     known: set[int] = set()
     for group, values in groups.items():
         tables = [value for value in values if is_table(value) and id(value) not in known]
@@ -45,7 +48,7 @@ def named_tables(groups: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     return found
 
 
-def read_tables(tables: Mapping[str, Any], exchange: WorkerExchange) -> Arrays:
+def read_tables(tables: Tables, exchange: WorkerExchange) -> Arrays:
     """Returns the keys and the values of tables; all workers must call it, with equal tables."""
     arrays = {}
     digests = {}
@@ -65,7 +68,7 @@ def read_tables(tables: Mapping[str, Any], exchange: WorkerExchange) -> Arrays:
     return arrays
 
 
-def write_tables(tables: Mapping[str, Any], arrays: Arrays, where: Any) -> None:
+def write_tables(tables: Tables, arrays: Arrays, where: Path) -> None:
     """Puts stored contents, of the checkpoint ``where``, into their tables."""
     stored = {name.rpartition("/")[0] for name in arrays if name.startswith(PREFIX)}
     if stored != set(tables):
@@ -81,7 +84,7 @@ def write_tables(tables: Mapping[str, Any], arrays: Arrays, where: Any) -> None:
         write_table(table.resource_handle, *content)
 
 
-def check_holds_states(states: Sequence[OtherState], tables: Mapping[str, Any]) -> None:
+def check_holds_states(states: Sequence[OtherState], tables: Tables) -> None:
     """Checks that state other than variables is among the tables that are saved."""
     saved = {id(table.resource_handle) for table in tables.values()}
     for state in states:

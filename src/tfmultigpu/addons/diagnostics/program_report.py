@@ -170,7 +170,7 @@ def _check_optimizer(model: Any, optimizer: Any, strategy: Any) -> Iterator[Find
 
 def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     """Finds what is on one device and read by all replicas, as the traces so far tell."""
-    touched: dict[int, Any] = {}
+    touched: dict[int, tf.Variable] = {}
     for step in steps:
         touched.update({id(variable): variable for variable in step.runner.touched.variables})
         for changed in step.changed_variables():  # What owners update is on one device each.
