@@ -13,6 +13,7 @@ from law.processes import pool
 from one_device import ByHand, Replicated, cut, difference, strategy_of
 from small_problem import X, Y, crossentropy, mlp
 
+import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.addons.sharding import _private
@@ -331,6 +332,25 @@ def variable_alone(strategy, value, refused=()):
         return _private.variable_on_device(
             strategy, device, value, "alone", trainable=True, check_write=check_write
         )
+
+
+def test_a_strategy_that_adds_by_collectives_is_known_and_its_steps_take_turns():
+    """TensorFlow numbers collectives at each call: two at one time would meet each other's."""
+
+    def shared_locks(strategy):
+        locks = []
+        for _ in range(2):
+            with strategy.scope():
+                model, optimizer = mlp(), keras.optimizers.SGD()
+            step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+            locks.append(set(map(id, step.runner.locks)))
+        return len(locks[0] & locks[1])
+
+    of_tensorflow = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert _compat.numbers_collectives(of_tensorflow)
+    assert not _compat.numbers_collectives(strategy_of(2))
+    assert not _compat.numbers_collectives(tf.distribute.get_strategy())
+    assert (shared_locks(of_tensorflow), shared_locks(strategy_of(2))) == (1, 0)
 
 
 def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():

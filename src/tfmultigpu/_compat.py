@@ -225,6 +225,23 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..
     return found
 
 
+def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy adds by collectives, which TensorFlow numbers at each call.
+
+    Private: ``strategy.extended._cross_device_ops``. No public name tells how a strategy adds, and
+    one that TensorFlow made adds otherwise than those of ``create_strategy``. Without it all
+    strategies of several replicas are taken for such, whose steps wait for each other.
+    """
+    distribute: Any = tf.distribute
+    others = (
+        distribute.NcclAllReduce,
+        distribute.HierarchicalCopyAllReduce,
+        distribute.ReductionToOneDevice,
+    )
+    ways = getattr(strategy.extended, "_cross_device_ops", None)
+    return strategy.num_replicas_in_sync > 1 and not isinstance(ways, others)
+
+
 def profiles_batches(callback: Any) -> bool:
     """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
 

@@ -9,8 +9,9 @@ from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
 from state_mutations import STATE
 from step_mutations import STEPS
+from threads_mutations import THREADS
 from worker_mutations import PROCESSES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE)
+MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE, *THREADS)

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import setting
+from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
@@ -137,12 +137,12 @@ class Owned(Replicated):
         if optimizer.built:
             return
 
-        def with_owner(variable: Any) -> AbstractContextManager[Any]:
+        def with_owner(_: Any, variable: Any) -> AbstractContextManager[Any]:
             owner = self._owners.get(id(variable))
             return nullcontext() if owner is None else tf.device(self.devices[owner])
 
         def build() -> None:  # A variable is created once outside the scope.
-            with setting(self.strategy.extended, colocate_vars_with=with_owner):
+            with patching(self.strategy.extended, "colocate_vars_with", with_owner):
                 optimizer.build(list(variables))
 
         before = {id(variable) for variable in optimizer.variables}
@@ -167,11 +167,14 @@ class Owned(Replicated):
 
         The other copies are written at once: moving averages and constraints read the first one.
         """
-        extended: Any = self.strategy.extended
-        original = extended.update
 
         def update(
-            variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True
+            original: Any,
+            variable: Any,
+            function: Any,
+            args: Any = (),
+            kwargs: Any = None,
+            group: bool = True,
         ) -> Any:
             copies = self._local(variable)
             if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
@@ -194,7 +197,7 @@ class Owned(Replicated):
                         copies[number].assign(value)
             return None
 
-        with setting(extended, update=update):
+        with patching(self.strategy.extended, "update", update):
             yield
 
     def _device(self, variable: Any) -> str:

@@ -41,6 +41,16 @@ class Settings:
         self.note(optimizer)  # Equal numbers, in other objects.
         return False
 
+    def values(self) -> dict[str, Any]:
+        """Returns the settings by name; of what is no number or text, which object it is."""
+        values: dict[str, Any] = {}
+        for now, _ in self._noted:
+            for name, value in now.items():
+                if name not in self._ignored and not name.startswith("_self_"):
+                    is_plain = value is None or isinstance(value, _PLAIN)
+                    values[name] = value if is_plain else f"{type(value).__name__} {id(value)}"
+        return values
+
     def _differing(self) -> set[str]:
         different = set()
         for now, then in self._noted:

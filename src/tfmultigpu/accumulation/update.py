@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import setting
+from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Owned, Replicated
@@ -37,6 +37,16 @@ def choose_update(
     shard_update: str | bool = "auto",
 ) -> Replicated:
     """Chooses who updates variables, and builds the optimizer; later returns the same object."""
+    with lock_of(unwrap_optimizer(optimizer)):  # Two threads would build it twice.
+        return _choose(optimizer, variables, strategy, shard_update)
+
+
+def _choose(
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    shard_update: str | bool,
+) -> Replicated:
     inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)
     once = frozenset() if update is None else update.state
@@ -122,10 +132,11 @@ def apply_reduced_gradients(
         update.apply(*map(list, zip(*pairs, strict=True)))
         return tf.constant(True)
 
-    if where is None:
-        apply()
-    else:
-        tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
+    with lock_of(unwrap_optimizer(optimizer)):
+        if where is None:
+            apply()
+        else:
+            tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
 
 
 def _decide(

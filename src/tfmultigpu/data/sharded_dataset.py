@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, as_data_error
@@ -269,9 +269,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
         begun = None if self.preprocessing is None else self.preprocessing.begin_pass()
-        with warnings.catch_warnings(), tf.control_dependencies([] if begun is None else [begun]):
-            # TensorFlow warns about its own call on its own dataset; the user cannot change it.
-            warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
+        # TensorFlow warns about its own call on its own dataset; the user cannot change it.
+        of_options = ignoring_warnings("To make it possible to preserve tf.data options")
+        with of_options, tf.control_dependencies([] if begun is None else [begun]):
             source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:

@@ -11,7 +11,6 @@ import functools
 import inspect
 import re
 import types
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
@@ -96,8 +96,7 @@ def _config(value: Any) -> Any:
     made_with = vars(value) if isinstance(value, keras.losses.Loss) else {}
     plain = {name: v for name, v in made_with.items() if isinstance(v, (*_PLAIN, dict))}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keras warns of functions that it would store.
+        with ignoring_warnings():  # Keras warns of functions that it would store.
             return COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
         return None

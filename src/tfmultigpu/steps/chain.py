@@ -78,7 +78,8 @@ class ChainedStep(Step, Looped):
         self.strategy = next(iter(self.steps.values())).strategy
         metrics = {id(metric): metric for step in self.train_steps for metric in step.metrics}
         self.metrics = tuple(metrics.values())
-        self.runner = Runner(self)
+        locks = {id(lock): lock for step in self.train_steps for lock in step.runner.locks}
+        self.runner = Runner(self, list(locks.values()))
 
     @property
     def train_steps(self) -> tuple[TrainStep, ...]:
@@ -105,6 +106,13 @@ class ChainedStep(Step, Looped):
         """Returns the keys of the steps."""
         keys = tuple(step.key() for step in self.train_steps)
         return None if None in keys else keys
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts of each step, behind its name."""
+        facts: dict[str, Any] = {}
+        for name, step in self.steps.items():
+            facts |= {f"{name}: {fact}": value for fact, value in step.facts().items()}
+        return facts
 
     def prepare(self, spec: Callable[[], Any]) -> bool:
         """Prepares each step."""

@@ -17,7 +17,7 @@ from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.collectives import sum_over_replicas
+from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
 
 
 class EvalStep(ModelStep, Looped):
@@ -45,12 +45,16 @@ class EvalStep(ModelStep, Looped):
         self.strategy, self.features = strategy, tuple(features)
         self.model, self.forward, self.trace = forward.model, forward, Trace()
         self.step_metrics, self.metrics = metrics, metrics.all
-        self.runner = Runner(self)
+        self.runner = Runner(self, locks_of_calls(strategy))
 
     def key(self) -> Hashable:
         """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
         trained = self.model.trainable_variables
         return tuple(id(v) for v in trained if getattr(v, "regularizer", None) is not None)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns nothing that a person could change at each batch."""
+        return {}
 
     def prepare(self, spec: Callable[[], Any]) -> bool:
         """Builds the model and its metrics."""

@@ -46,6 +46,10 @@ class PredictStep(ModelStep):
         """Returns nothing: a prediction depends on the batch alone."""
         return ()
 
+    def facts(self) -> dict[str, Any]:
+        """Returns nothing that a person could change at each batch."""
+        return {}
+
     def prepare(self, spec: Callable[[], Any]) -> bool:
         """Builds the model."""
         prepare_model(self.model, self.strategy, spec())

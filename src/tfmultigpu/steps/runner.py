@@ -8,6 +8,7 @@ and the sums of an epoch are views of the tallies.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,6 +26,7 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.global_rows import GATHERED
 from tfmultigpu.steps.other_states import Touched
+from tfmultigpu.steps.retraces import BATCH, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
@@ -48,6 +50,9 @@ class Computation(Protocol):
 
     def key(self) -> Hashable:
         """Returns what a trace depends on besides the batch; None: call ``prepare`` first."""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns by name what a trace depends on besides the batch, for a person to read."""
 
     def prepare(self, spec: Callable[[], Any]) -> bool:
         """Builds what a trace needs.
@@ -78,9 +83,13 @@ class Runner:
         function: The traces for what is trained and synchronized now.
         functions: The same for each key of the computation so far.
         touched: What its traces touch: state that is not a variable, and variables.
+        locks: The locks of what a call changes, which it holds: threads take turns.
     """
 
-    def __init__(self, computation: Computation) -> None:
+    def __init__(self, computation: Computation, locks: Sequence[Any] = ()) -> None:
+        # Each thread takes them in the same order, or two could wait for each other.
+        self.locks = sorted([threading.RLock(), *locks], key=id)
+        self._retraces = Retraces()
         self.computation, self.strategy = computation, computation.strategy
         self.layouts: Mapping[str, Layout] = {}
         self.functions: dict[Hashable, BatchFunction] = {}
@@ -100,8 +109,18 @@ class Runner:
         new = BatchFunction(self._trace, self.strategy)
         self.function = self.functions.setdefault(self._key, new)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads from what a call changes."""
+        with ExitStack() as held:
+            for lock in self.locks:
+                held.enter_context(lock)
+            yield
+
     def _trace(self, shards: Shards) -> tuple[Any, tuple[Any, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
+        kinds = tf.nest.map_structure(_kind_of, shards.local[0])
+        self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
         with self.computation.around_trace(), self.touched.noting():
             result, tallies = self.computation.compute(shards, Trace())
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
@@ -119,10 +138,12 @@ class Runner:
 
     def __call__(self, batch: Any) -> Any:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
-        self.settle(lambda: self.function.spec_of(batch))
-        if tf.inside_function():
-            return self.function(batch)[0]
-        return self.call((batch, *self.function.parts_of(batch)))[0]
+        with self._alone():
+            self.settle(lambda: self.function.spec_of(batch))
+            if tf.inside_function():
+                return self.function(batch)[0]
+            with self._retraces.watch():
+                return self.call((batch, *self.function.parts_of(batch)))[0]
 
     def call(self, batch: Batch) -> tuple[Any, Tallies]:
         """Runs one batch, with what watches the calls of the computation."""
@@ -148,6 +169,10 @@ class Runner:
                 if calls are watched: call one batch
                 else: one compiled loop over as many as pass between two looks at Ctrl-C
         """
+        with self._alone(), self._retraces.watch():
+            return self._run_many(iterator, steps)
+
+    def _run_many(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
         source, kind, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
@@ -352,6 +377,10 @@ def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tu
         parallel_iterations=1,
     )
     return tuple(vectors)
+
+
+def _kind_of(leaf: Any) -> str:
+    return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape}"
 
 
 def _vectors(tallies: Tallies) -> tuple[Any, ...]:

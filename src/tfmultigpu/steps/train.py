@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu._patch import lock_of
 from tfmultigpu.accumulation.gradients import refuse_float8
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update
@@ -19,9 +21,11 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.retraces import SETTING
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
+from tfmultigpu.strategies.collectives import locks_of_calls
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import ShardUpdate
 
@@ -71,7 +75,8 @@ class TrainStep(ModelStep, Looped):
         self.model, self.forward, self.optimizer = forward.model, forward, optimizer
         self.step_metrics, self.metrics = metrics, metrics.all
         self.trace = Trace()
-        self.runner = Runner(self)
+        locks = [lock_of(unwrap_optimizer(optimizer)), *locks_of_calls(strategy)]
+        self.runner = Runner(self, locks)
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
         self._layers: list[Any] = []
@@ -111,6 +116,13 @@ class TrainStep(ModelStep, Looped):
         trained = tuple([id(variable) for variable in self.variables])
         layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
         return self._version, trained, tuple(layers)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the settings of the optimizer, and what is trained and synchronized."""
+        facts = {SETTING + name: value for name, value in self._settings.values().items()}
+        facts["the trained variables"] = [variable.path for variable in self.variables]
+        synchronized = [one.name for one in self._layers if getattr(one, "synchronized", False)]
+        return {**facts, "the synchronized layers": synchronized}
 
     def prepare(self, spec: Callable[[], Any]) -> bool:
         """Builds the model, its metrics and the optimizer, and takes in changed settings."""

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import setting
+from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
@@ -30,6 +30,15 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     devices = strategy.extended.worker_devices
     share = _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
     return share if _forced is None else _forced
+
+
+def locks_of_calls(strategy: tf.distribute.Strategy) -> list[Any]:
+    """Returns the lock of the calls of a strategy that adds by collectives; none for any other.
+
+    TensorFlow numbers collectives on each device when a function is called, and those of one number
+    meet. In two calls at one time, replicas would add what the other model computed.
+    """
+    return [lock_of(strategy, "calls")] if _compat.numbers_collectives(strategy) else []
 
 
 def sum_over_replicas(

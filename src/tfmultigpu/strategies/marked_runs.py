@@ -8,8 +8,9 @@ replicas, of which TensorFlow would drop some, are refused.
 
 from __future__ import annotations
 
+import threading
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,14 +21,80 @@ from tfmultigpu.strategies.topology import describe, local_replicas
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
 OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigpu_copies"
-_RUNNING = "_offsets_of_run"
-_UNMARKED = None, None, True
+_RUNNING = "_batches_of_runs"
+
+
+class _Mark(NamedTuple):
+    """What is known of the batch that ``run`` was called with."""
+
+    offsets: Any = None
+    whole: Any = None
+
+
+class _Eager(threading.local):
+    """The marks of the eager runs around this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.marks = [_Mark()]
+
+
+class _Running:
+    """The marks of the batches that a strategy runs now: threads may call ``run`` at one time.
+
+    Replicas are threads of their own. A traced ``run`` is known by the graph, which they share with
+    its caller and with no other thread. An eager one tells each of its replicas.
+    """
+
+    def __init__(self) -> None:
+        self.by_graph: dict[int, _Mark] = {}
+        self.eager = _Eager()
+
+    def mark(self) -> _Mark:
+        """Returns the mark of the innermost ``run`` around the caller."""
+        if not tf.inside_function():
+            return self.eager.marks[-1]
+        graph: Any = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if id(graph) in self.by_graph:
+                return self.by_graph[id(graph)]
+            graph = getattr(graph, "outer_graph", None)  # Of a loop, a branch or a tf.function.
+        return _Mark()
+
+    def begin(self, mark: _Mark) -> _Mark | None:
+        """Begins a traced ``run``; returns the mark of the one around it in the same graph."""
+        key = id(tf.compat.v1.get_default_graph())
+        before = self.by_graph.get(key)
+        self.by_graph[key] = mark
+        return before
+
+    def end(self, before: _Mark | None) -> None:
+        """Ends it."""
+        key = id(tf.compat.v1.get_default_graph())
+        if before is None:
+            del self.by_graph[key]
+        else:
+            self.by_graph[key] = before
+
+    def telling(self, function: Any, mark: _Mark) -> Any:
+        """Returns the function of an eager ``run``, which tells the mark to its thread."""
+        # TensorFlow traces one of these for all replicas, and would not know it in a wrapper.
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
+            return function
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self.eager.marks.append(mark)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.eager.marks.pop()
+
+        return told
 
 
 def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
     """Has ``run`` of this strategy object keep the offsets of the batch it is called with."""
     if _RUNNING not in vars(strategy):
-        setattr(strategy, _RUNNING, [_UNMARKED])
+        setattr(strategy, _RUNNING, _Running())
         strategy.run = types.MethodType(_run, strategy)
 
 
@@ -36,24 +103,27 @@ def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
 
     If one replica has it all, returns a tensor of it instead, as the second of two values.
     """
-    offsets, whole, in_function = getattr(strategy, _RUNNING, [_UNMARKED])[-1]
-    return (None, None) if tf.inside_function() and not in_function else (offsets, whole)
+    running = getattr(strategy, _RUNNING, None)
+    return (None, None) if running is None else running.mark()
 
 
 def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     # AutoGraph converts this, and so the function of the user.
     running = getattr(strategy, _RUNNING)
-    running.append(_mark_of(strategy, args, kwargs) or running[-1])
+    mark = _mark_of(strategy, args, kwargs) or running.mark()
+    if not tf.inside_function():
+        return type(strategy).run(strategy, running.telling(function, mark), *args, **kwargs)
+    before = running.begin(mark)
     try:
         results = type(strategy).run(strategy, function, *args, **kwargs)
     finally:
-        running.pop()
+        running.end(before)
     return results
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _mark_of(strategy: Any, *arguments: Any) -> tuple[Any, Any, bool] | None:
-    """Returns the mark of a batch among the arguments of ``run``, and where ``run`` is called."""
+def _mark_of(strategy: Any, *arguments: Any) -> _Mark | None:
+    """Returns the mark of a batch among the arguments of ``run``; None if there is none."""
     leaves = tf.nest.flatten(arguments)
     offsets = next((getattr(leaf, OFFSETS) for leaf in leaves if hasattr(leaf, OFFSETS)), None)
     whole = next((leaf for leaf in leaves if hasattr(leaf, WHOLE)), None)
@@ -72,4 +142,4 @@ def _mark_of(strategy: Any, *arguments: Any) -> tuple[Any, Any, bool] | None:
             " those of GradientAccumulator.reduce as its arguments. Write after strategy.run: "
             "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
         )
-    return None if offsets is None and whole is None else (offsets, whole, tf.inside_function())
+    return None if offsets is None and whole is None else _Mark(offsets, whole)

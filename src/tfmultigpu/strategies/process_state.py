@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -27,11 +28,13 @@ class ProcessState:
         """Begins anew, for tests."""
         self.cluster: Any = None
         self._strategies: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()  # Of the set, which threads may fill while others read.
 
     def note(self, strategy: _Strategy) -> _Strategy:
         """Notes a strategy if it has several replicas, without keeping it, and returns it."""
         if getattr(strategy, "num_replicas_in_sync", 1) > 1:
-            self._strategies.add(strategy)
+            with self._lock:
+                self._strategies.add(strategy)
         return strategy
 
     def living_strategies(self) -> tuple[Any, ...]:
@@ -44,7 +47,8 @@ class ProcessState:
             if not len(self._strategies):
                 return ()
             gc.collect()
-        return tuple(self._strategies)
+        with self._lock:
+            return tuple(self._strategies)
 
 
 process_state = ProcessState()

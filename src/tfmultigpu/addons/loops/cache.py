@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmultigpu._patch import lock_of
 from tfmultigpu.errors import ScopeError
+from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
 
@@ -23,10 +25,18 @@ def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> 
 
     If a key contains the ``id`` of an object, what is made must keep that object alive.
     """
-    known = _kept.setdefault(model, {})
-    if purpose not in known or known[purpose][0] != key:
-        known[purpose] = key, make()
-    return known[purpose][1]
+    with lock_of(model, purpose):  # Threads may predict by one model at one time.
+        known = _kept.setdefault(model, {})
+        if purpose not in known or known[purpose][0] != key:
+            known[purpose] = key, make()
+        return known[purpose][1]
+
+
+def build_if_needed(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> None:
+    """Builds a model that is not built from the type specs of a batch, on one thread."""
+    with lock_of(model, "build"):
+        if not is_built(model):
+            prepare_model(model, strategy, spec)
 
 
 def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:

@@ -16,7 +16,13 @@ from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
 from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
-from tfmultigpu.addons.loops.methods import around, as_method, refuse_own_methods, run_keras
+from tfmultigpu.addons.loops.methods import (
+    around,
+    as_method,
+    in_one_thread,
+    refuse_own_methods,
+    run_keras,
+)
 from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
@@ -24,6 +30,7 @@ from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
 
 
+@in_one_thread
 def evaluate(
     model: Model,
     data: Any = None,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 
 from tfmultigpu._compat import without_building
+from tfmultigpu._patch import ignoring_warnings, lock_of
 from tfmultigpu.addons.loops.loop import Loop
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import LossError, TfMultiGpuError
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _FORWARD = """Write its loss as a forward, with one value for each row:
     def forward(model, batch, training):
         x, y = batch
@@ -72,17 +75,64 @@ def around(loop: Loop) -> dict[str, Any]:
     }
 
 
-def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def in_one_thread(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Has a loop of Keras keep its model: the loop of another thread would mix its metrics.
+
+    That one gets an error. It does not wait, which might be for ever: this loop may wait for it.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        model: Any = args[0] if args else kwargs.get("model")
+        if not isinstance(model, keras.Model):
+            return function(*args, **kwargs)  # Which raises.
+        lock = lock_of(model)
+        if not lock.acquire(blocking=False):
+            raise TfMultiGpuError(
+                "Two threads cannot train or evaluate one model at a time: they would mix its "
+                f"metrics and weights. Received: {function.__name__} of model {model.name!r}, "
+                "while fit or evaluate runs in another thread. Wait for that one, thread.join(), "
+                "or give each thread a model of its own; tmg.predict(model, x) may run meanwhile."
+            )
+        try:
+            return function(*args, **kwargs)
+        finally:
+            lock.release()
+
+    return call
+
+
+class OfLoop:
+    """A model as the loop of Keras sees it, with attributes that this loop alone has.
+
+    They are not set on the model, which other threads may use meanwhile.
+    """
+
+    def __init__(self, model: Any, **attributes: Any) -> None:
+        """Takes the model, and its attributes for the loop."""
+        vars(self).update(attributes, _model=model)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the model."""
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model, as ``stop_predicting``."""
+        setattr(self._model, name, value)
+
+
+def run_keras(
+    model: Any, name: str, *args: Any, of_loop: OfLoop | None = None, **kwargs: Any
+) -> Any:
     """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
 
     That is below ``keras.Model``, whose methods MLflow and others replace, and without the filter
     of tracebacks, which drops the causes of errors.
     """
     method = getattr(super(keras.Model, model), name)
-    with warnings.catch_warnings():
-        # Data of unknown length has ended: that is how it is told to Keras.
-        warnings.filterwarnings("ignore", "Your input ran out of data; interrupting training")
-        return inspect.unwrap(method.__func__)(model, *args, **kwargs)
+    # Data of unknown length has ended: that is how it is told to Keras.
+    with ignoring_warnings("Your input ran out of data; interrupting training"):
+        return inspect.unwrap(method.__func__)(of_loop or model, *args, **kwargs)
 
 
 def check_names(function: str, arguments: Any, known: Any, otherwise: str = "") -> None:

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
+from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.addons.loops.methods import refuse_own_methods, run_keras
+from tfmultigpu.addons.loops.methods import OfLoop, refuse_own_methods, run_keras
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
@@ -79,8 +77,7 @@ def predict(
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = feed_of(model, "prediction", data, strategy, batch_size, steps)
-    if not is_built(model):
-        prepare_model(model, strategy, feed.element_spec)
+    build_if_needed(model, strategy, feed.element_spec)
     proxy: Any = weakref.proxy(model)
     key = strategy, tuple(id(variable) for variable in proxy.variables), verify
     step = get_or_make(
@@ -99,12 +96,14 @@ def predict(
             outputs.append(_to_host(waiting.popleft()))
         return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
 
-    with setting(model, predict_function=run, steps_per_execution=1):
-        try:
-            run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks)
-        except UnboundLocalError:  # Of Keras, without data.
-            if waiting:
-                raise
+    of_loop = OfLoop(
+        model, predict_function=run, make_predict_function=lambda: run, steps_per_execution=1
+    )
+    try:
+        run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks, of_loop=of_loop)
+    except UnboundLocalError:  # Of Keras, without data.
+        if waiting:
+            raise
     outputs.extend(_to_host(output) for output in waiting)
     if not outputs:
         raise no_batches(data)

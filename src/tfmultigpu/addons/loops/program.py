@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
+from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
 from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
@@ -22,7 +22,6 @@ from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop
 from tfmultigpu.addons.loops.methods import refuse_own_methods
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -104,8 +103,8 @@ class Program:
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
         options = {**self.options, "verify": self.verify}
-        if step is None and not is_built(model):
-            prepare_model(model, strategy, spec)
+        if step is None:
+            build_if_needed(model, strategy, spec)
         if step is None and self.forward is None:
             arguments = compile_arguments(model)
             options["jit_compile"] = arguments.get("jit_compile") is True
@@ -164,8 +163,7 @@ class Program:
             )
             metrics = EpochMetrics(metrics_inside(model), None, {"": step})
             return EvaluationLoop(model, feed, step, metrics, pace)
-        if not is_built(model):
-            prepare_model(model, strategy, spec)
+        build_if_needed(model, strategy, spec)
 
         def make(loss: Objective, metrics: Any) -> EvalStep:
             return make_eval_step(proxy, loss, strategy, metrics=metrics, verify=self.verify)

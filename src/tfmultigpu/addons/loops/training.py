@@ -12,7 +12,7 @@ from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks, to_list
 from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled, split_off
-from tfmultigpu.addons.loops.methods import around, check_names, run_keras
+from tfmultigpu.addons.loops.methods import around, check_names, in_one_thread, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
@@ -55,6 +55,7 @@ class KerasArguments(TypedDict, total=False):
     validation_freq: int | Sequence[int]
 
 
+@in_one_thread
 def fit(
     model: Model,
     data: Any = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu._patch import lock_of, wrap_for_good
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.addons.sharding.reads import ShardedReads
 from tfmultigpu.arguments import check_count
@@ -35,17 +37,34 @@ class _Limits(NamedTuple):
     memory: tuple[float, ...] | None = None
 
 
+class _Given(threading.local):
+    """What this thread has entered ``sharded_variables`` with."""
+
+    def __init__(self) -> None:
+        self.limits: list[_Limits] = []  # What was given last, if anything was.
+        self.entered: list[_Limits] = []  # Those that have not ended, the innermost last.
+
+
 class _Loads:
     """Bytes of sharded variables on each device of a strategy."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self.limits = _Limits()  # What ``sharded_variables`` was entered with last.
-        self.entered: list[_Limits] = []  # Those that have not ended, the innermost last.
+        self.given = _Given()
+        self.last = _Limits()  # What any thread has entered ``sharded_variables`` with last.
+        self.lock = threading.RLock()
         self.alive = [0] * len(devices)
         # The bytes by which devices are chosen, the same on all workers. Those of variables that
         # nobody uses count until the workers agree again: each forgets them in its own time.
         self.bytes = self.alive
+
+    def give(self, limits: _Limits) -> None:
+        """Takes the limits that this thread has entered ``sharded_variables`` with."""
+        self.given.limits[:], self.last = [limits], limits
+
+    def limits(self) -> _Limits:
+        """Returns those that this thread has given last, or else any thread."""
+        return (self.given.limits or [self.last])[-1]
 
     def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
         """Has all workers choose the same devices; returns the limits that hold on all of them."""
@@ -81,7 +100,8 @@ class _Loads:
 
     def forget(self, device: int, size: int) -> None:
         """Counts a variable no more, which nobody uses."""
-        self.alive[device] -= size
+        with self.lock:
+            self.alive[device] -= size
 
 
 _loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
@@ -138,14 +158,16 @@ def sharded_variables(
             f'{describe(strategy)}. Write tmg.create_strategy(prefer="mirrored").'
         )
     devices = strategy.extended.worker_devices
-    if strategy not in _loads:
-        _loads[strategy] = _Loads(devices)
-        _serve_optimizers(strategy)
-        # The core finds these here: it does not know of add-ons.
-        core: Any = strategy
-        core.tfmultigpu_features = (ShardedReads,)
-        core.tfmultigpu_scope = functools.partial(_creating, strategy)
-    _loads[strategy].limits = _Limits(at_least, memory_of_devices(devices, memory))
+    with lock_of(strategy):  # Once, whichever thread is first.
+        if strategy not in _loads:
+            _loads[strategy] = _Loads(devices)
+            _serve_optimizers(strategy)
+            # The core finds these here: it does not know of add-ons.
+            core: Any = strategy
+            core.tfmultigpu_features = (ShardedReads,)
+            core.tfmultigpu_scope = functools.partial(_creating, strategy)
+    loads = _loads[strategy]
+    loads.give(_Limits(at_least, memory_of_devices(devices, memory)))
     with _creating(strategy):
         yield
 
@@ -159,7 +181,7 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         # The innermost context decides. Only Keras says for each variable whether it is trained.
         trainable = options.get("trainable") is True
         is_kept = trainable or options["dtype"] in _QUANTIZED
-        if limits is not loads.entered[-1] or not is_kept:
+        if limits is not entered[-1] or not is_kept:
             return create_mirrored(**options)
         initial = options["initial_value"]
         if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
@@ -174,11 +196,12 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             return create_mirrored(**{**options, "initial_value": lambda: value})
         name = options["name"]
         _check_alike(strategy, name, value)
-        number = next_device(loads.bytes, limits.memory, size)
-        device = loads.devices[number]
-        with tf.init_scope(), tf.device(device):
-            value = tf.identity(value)
-        loads.add(number, name, size, limits.memory)
+        with loads.lock:  # Threads may create models at one time.
+            number = next_device(loads.bytes, limits.memory, size)
+            device = loads.devices[number]
+            with tf.init_scope(), tf.device(device):
+                value = tf.identity(value)
+            loads.add(number, name, size, limits.memory)
         value = value_of_first_worker(strategy, value, device)
         variable = _on_device(strategy, device, value, name, trainable=trainable)
         weakref.finalize(variable, loads.forget, number, size)
@@ -186,13 +209,14 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
     for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
         gc.collect()
-    limits = loads.agree(strategy, loads.limits)
-    loads.entered.append(limits)
+    limits = loads.agree(strategy, loads.limits())
+    entered = loads.given.entered
+    entered.append(limits)
     try:
         with strategy.scope(), tf.variable_creator_scope(create):
             yield
     finally:
-        loads.entered.pop()
+        entered.pop()
 
 
 def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:
@@ -215,10 +239,8 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
 
     TensorFlow takes mirrored variables only, and says so by an assertion.
     """
-    extended: Any = strategy.extended
-    colocate, update = extended.colocate_vars_with, extended.update
 
-    def colocate_vars_with(variable: Any) -> Any:
+    def colocate_vars_with(colocate: Any, variable: Any) -> Any:
         if not is_sharded(variable):
             return colocate(variable)
 
@@ -229,7 +251,9 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
 
         return tf.variable_creator_scope(beside)
 
-    def update_mirrored(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
+    def update_mirrored(
+        update: Any, variable: Any, function: Any, args: Any = (), **options: Any
+    ) -> Any:
         if not is_sharded(variable):
             return update(variable, function, args, **options)
         # Keras' `finalize_variable_values` brings an average. Replicas bring values of each, or
@@ -243,7 +267,8 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
             "Write tmg.fit(model, data) or tmg.make_train_step(model, optimizer, loss, strategy)."
         )
 
-    extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
+    wrap_for_good(strategy.extended, "colocate_vars_with", colocate_vars_with)
+    wrap_for_good(strategy.extended, "update", update_mirrored)
 
 
 def _refuse_replicas(variable: Any, write: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import setting
+from tfmultigpu._patch import patching
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
@@ -118,10 +118,11 @@ class OneDevice:
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
                 variable.assign(value)
-        extended: Any = self.strategy.extended
-        original, local = extended.update, self.strategy.experimental_local_results
+        local = self.strategy.experimental_local_results
 
-        def update(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
+        def update(
+            original: Any, variable: Any, function: Any, args: Any = (), **options: Any
+        ) -> Any:
             def on_first(one: Any, *args: Any, **kwargs: Any) -> None:
                 if one is local(variable)[0]:
                     function(one, *args, **kwargs)
@@ -130,7 +131,9 @@ class OneDevice:
 
         gradient = gradient._replace(variables=self._variables)
         # That of an owner is one update anyway.
-        with nullcontext() if self.step.update.owned else setting(extended, update=update):
+        with ExitStack() as contexts:
+            if not self.step.update.owned:
+                contexts.enter_context(patching(self.strategy.extended, "update", update))
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
 

@@ -1,0 +1,88 @@
+"""What is promised of several threads and of steps that are traced again, broken on purpose."""
+
+from __future__ import annotations
+
+from mutation import broken
+
+_TURNS = "test_threads.py::test_trainings_in_turns_of_threads_are_those_of_one_after_the_other"
+_ALONE = "test_threads.py::test_one_model_is_trained_by_one_thread_at_a_time_and_predicts_for_all"
+_ROWS = "test_threads.py::test_replicas_of_each_thread_know_their_own_rows"
+
+THREADS = (
+    broken(
+        "the update of owners is set on the strategy for all threads",
+        '        with patching(self.strategy.extended, "update", update):\n            yield\n',
+        "        original = self.strategy.extended.update\n"
+        "        own = functools.partial(update, original)\n"
+        "        with setting(self.strategy.extended, update=own):\n            yield\n",
+        _TURNS,
+    ),
+    broken(
+        "a wrapper serves the calls of all threads",
+        "            for wrapper in _thread.wrappers.get(self, ()):",
+        "            everywhere = vars(self).setdefault('everywhere', [])\n"
+        "            everywhere[:] = [*everywhere, *_thread.wrappers.get(self, ())][-1:]\n"
+        "            for wrapper in everywhere:",
+        _TURNS,
+    ),
+    broken(
+        "replicas find the batch of whoever runs the strategy last",
+        "            if id(graph) in self.by_graph:\n"
+        "                return self.by_graph[id(graph)]\n",
+        "            if self.by_graph:\n                return list(self.by_graph.values())[-1]\n",
+        f"{_ROWS}[2-False]",
+        f"{_ROWS}[3-False]",
+    ),
+    broken(
+        "eager replicas find the batch of another thread",
+        "class _Eager(threading.local):",
+        "class _Eager:",
+        f"{_ROWS}[2-True]",
+        f"{_ROWS}[3-True]",
+    ),
+    broken(
+        "threads shard by the limits of each other",
+        "class _Given(threading.local):",
+        "class _Given:",
+        "test_threads.py::test_each_thread_shards_by_its_own_limits",
+    ),
+    broken(
+        "calls of one step overlap",
+        "for lock in self.locks:",
+        "for lock in ():",
+        "test_threads.py::test_one_step_serves_several_threads",
+    ),
+    broken(
+        "a second thread trains or evaluates a model meanwhile",
+        "if not lock.acquire(blocking=False):",
+        "if not (lock := threading.RLock()).acquire(blocking=False):",
+        _ALONE,
+        also=(
+            ("import difflib\nimport functools\n", "import difflib, threading\nimport functools\n"),
+        ),
+    ),
+    broken(
+        "predict leaves its function on the model",
+        "vars(self).update(attributes, _model=model)",
+        "vars(self).update(_model=model)\n        vars(model).update(attributes)",
+        _ALONE,
+    ),
+    broken(
+        "what a loop does not warn of, nobody is warned of any more",
+        "return bool(_thread.ignored)",
+        "return True",
+        "test_threads.py::test_overlapping_loops_leave_the_filters_of_warnings",
+    ),
+    broken(
+        "a step that is traced at each call says nothing",
+        "if self._in_a_row > _MOST and",
+        "if False and",
+        "test_retraces.py::test_a_step_that_is_traced_at_each_call_says_what_changes",
+    ),
+    broken(
+        "a trace that is used again counts as one in a row",
+        "self._in_a_row + 1 if self._count > before else 0",
+        "self._in_a_row + (self._count > before)",
+        "test_retraces.py::test_traces_that_are_used_again_are_no_matter",
+    ),
+)
