@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_Method = Callable[..., Any]
 _lock = threading.RLock()
 
 
@@ -29,7 +30,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.wrappers: dict[_Patch, tuple[Callable[..., Any], ...]] = {}
+        self.wrappers: dict[_Patch, tuple[_Method, ...]] = {}
         self.ignored: list[str] = []
 
 
@@ -45,7 +46,7 @@ class _Patch:
         entered: How many contexts are open, on all threads.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self.owner, self.name, self.entered = owner, name, 0
         self.is_inherited = name not in vars(owner)
         # Methods of one object are bound to it; those of a class are given each object.
@@ -60,7 +61,7 @@ class _Patch:
         """Counts one more context."""
         self.entered += 1
 
-    def wrap_inside(self, wrapper: Callable[..., Any]) -> None:
+    def wrap_inside(self, wrapper: _Method) -> None:
         """Puts a wrapper around the original that stays when all contexts have ended."""
         self.original, self.is_inherited = functools.partial(wrapper, self.original), False
 
@@ -91,7 +92,7 @@ _patches: dict[tuple[int, str], _Patch] = {}
 
 
 @contextmanager
-def patching(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+def patching(owner: object, name: str, wrapper: _Method) -> Iterator[None]:
     """Has calls on this thread go through ``wrapper(original, *args, **kwargs)``.
 
     The context is re-entrant. The ``original`` of a wrapper calls that of the context around it.
@@ -118,7 +119,7 @@ def patching(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
                 del _patches[key]
 
 
-def wrap_for_good(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap_for_good(owner: object, name: str, wrapper: _Method) -> None:
     """Has calls of a method of one object go through a wrapper, on all threads, from now on.
 
     Contexts of ``patching``, also those that other threads have open now, stay around it.
@@ -132,7 +133,7 @@ def wrap_for_good(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def setting(owner: Any, **values: Any) -> Iterator[None]:
+def setting(owner: object, **values: object) -> Iterator[None]:
     """Sets attributes of one object for a while.
 
     All threads see them, so the object is of this thread alone, as the context of a replica is, or
@@ -149,10 +150,10 @@ def setting(owner: Any, **values: Any) -> Iterator[None]:
         attributes.update(before)
 
 
-_locks: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[object, dict[str, threading.RLock]] = weakref.WeakKeyDictionary()
 
 
-def lock_of(owner: Any, purpose: str = "") -> Any:
+def lock_of(owner: object, purpose: str = "") -> threading.RLock:
     """Returns the re-entrant lock of an object, such as an optimizer: the same for each caller.
 
     Who holds one must not wait for another thread that takes it, as ``outside_scopes`` would.

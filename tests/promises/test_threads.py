@@ -21,7 +21,7 @@ _random = np.random.default_rng(SEED)
 X = _random.normal(size=(14, 4)).astype("float32")
 Y = _random.normal(size=(14, 1)).astype("float32")
 SIZES = (5, 1, 8)  # Fewer rows than replicas, and numbers that do not divide.
-LIMIT = 300  # Seconds until a test of threads that wait for each other fails.
+LIMIT = 120  # Seconds until a test of threads that wait for each other fails.
 
 
 class Turns:

@@ -41,9 +41,9 @@ class Settings:
         self.note(optimizer)  # Equal numbers, in other objects.
         return False
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Returns the settings by name; of what is no number or text, which object it is."""
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for now, _ in self._noted:
             for name, value in now.items():
                 if name not in self._ignored and not name.startswith("_self_"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.steps.other_states import OtherState
+from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Looped, Runner, Step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
@@ -107,9 +108,9 @@ class ChainedStep(Step, Looped):
         keys = tuple(step.key() for step in self.train_steps)
         return None if None in keys else keys
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns the facts of each step, behind its name."""
-        facts: dict[str, Any] = {}
+        facts: dict[str, object] = {}
         for name, step in self.steps.items():
             facts |= {f"{name}: {fact}": value for fact, value in step.facts().items()}
         return facts

@@ -14,6 +14,7 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
@@ -52,7 +53,7 @@ class EvalStep(ModelStep, Looped):
         trained = self.model.trainable_variables
         return tuple(id(v) for v in trained if getattr(v, "regularizer", None) is not None)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns nothing that a person could change at each batch."""
         return {}
 

@@ -13,6 +13,7 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import ModelStep, Runner
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
@@ -46,7 +47,7 @@ class PredictStep(ModelStep):
         """Returns nothing: a prediction depends on the batch alone."""
         return ()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns nothing that a person could change at each batch."""
         return {}
 

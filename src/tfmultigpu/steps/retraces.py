@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.steps.trace import warn
 
+# What a trace depends on besides the batch, by name.
+Facts = Mapping[str, object]
 _MOST = 5  # Calls in a row that each trace the step once more, until that is said.
 
 SETTING = "optimizer."  # What facts of an optimizer begin with.
@@ -37,11 +38,11 @@ class Retraces:
     def __init__(self) -> None:
         """Begins before the first trace."""
         self._count = self._in_a_row = 0
-        self._last: Mapping[str, Any] | None = None
-        self._changes: dict[str, tuple[Any, Any]] = {}  # Between the last two traces.
+        self._last: Facts | None = None
+        self._changes: dict[str, tuple[object, object]] = {}  # Between the last two traces.
         self._is_told = False
 
-    def note(self, facts: Mapping[str, Any]) -> None:
+    def note(self, facts: Facts) -> None:
         """Notes a trace, with all that it takes in by name."""
         before = facts if self._last is None else self._last
         self._changes = {}
@@ -76,7 +77,7 @@ class Retraces:
         )
 
 
-def _advice(name: str, values: tuple[Any, Any]) -> str:
+def _advice(name: str, values: tuple[object, object]) -> str:
     """Returns the line to write if something of this name changes."""
     if name == _ITERATORS:
         return "Give step.run the iterators of one dataset, iter(data), or of datasets of one type."
@@ -94,7 +95,7 @@ def _advice(name: str, values: tuple[Any, Any]) -> str:
     )
 
 
-def _in_words(name: str, old: Any, new: Any) -> str:
+def _in_words(name: str, old: object, new: object) -> str:
     """Returns what changed, for a person."""
     if isinstance(old, list) and isinstance(new, list):
         gone = [one for one in old if one not in new]

@@ -26,7 +26,7 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.global_rows import GATHERED
 from tfmultigpu.steps.other_states import Touched
-from tfmultigpu.steps.retraces import BATCH, Retraces
+from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
@@ -51,7 +51,7 @@ class Computation(Protocol):
     def key(self) -> Hashable:
         """Returns what a trace depends on besides the batch; None: call ``prepare`` first."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns by name what a trace depends on besides the batch, for a person to read."""
 
     def prepare(self, spec: Callable[[], Any]) -> bool:
@@ -86,7 +86,7 @@ class Runner:
         locks: The locks of what a call changes, which it holds: threads take turns.
     """
 
-    def __init__(self, computation: Computation, locks: Sequence[Any] = ()) -> None:
+    def __init__(self, computation: Computation, locks: Sequence[threading.RLock] = ()) -> None:
         # Each thread takes them in the same order, or two could wait for each other.
         self.locks = sorted([threading.RLock(), *locks], key=id)
         self._retraces = Retraces()
@@ -379,7 +379,7 @@ def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tu
     return tuple(vectors)
 
 
-def _kind_of(leaf: Any) -> str:
+def _kind_of(leaf: tf.Tensor | None) -> str:
     return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape}"
 
 

@@ -21,7 +21,7 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
-from tfmultigpu.steps.retraces import SETTING
+from tfmultigpu.steps.retraces import SETTING, Facts
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
@@ -117,7 +117,7 @@ class TrainStep(ModelStep, Looped):
         layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
         return self._version, trained, tuple(layers)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Returns the settings of the optimizer, and what is trained and synchronized."""
         facts = {SETTING + name: value for name, value in self._settings.values().items()}
         facts["the trained variables"] = [variable.path for variable in self.variables]

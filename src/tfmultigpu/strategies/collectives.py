@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,7 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     return share if _forced is None else _forced
 
 
-def locks_of_calls(strategy: tf.distribute.Strategy) -> list[Any]:
+def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
     """Returns the lock of the calls of a strategy that adds by collectives; none for any other.
 
     TensorFlow numbers collectives on each device when a function is called, and those of one number

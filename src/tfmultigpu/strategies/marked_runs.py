@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -75,7 +76,7 @@ class _Running:
         else:
             self.by_graph[key] = before
 
-    def telling(self, function: Any, mark: _Mark) -> Any:
+    def telling(self, function: Callable[..., Any], mark: _Mark) -> Callable[..., Any]:
         """Returns the function of an eager ``run``, which tells the mark to its thread."""
         # TensorFlow traces one of these for all replicas, and would not know it in a wrapper.
         if isinstance(function, tf.types.experimental.PolymorphicFunction):

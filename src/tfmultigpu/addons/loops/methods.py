@@ -108,7 +108,7 @@ class OfLoop:
     They are not set on the model, which other threads may use meanwhile.
     """
 
-    def __init__(self, model: Any, **attributes: Any) -> None:
+    def __init__(self, model: keras.Model, **attributes: object) -> None:
         """Takes the model, and its attributes for the loop."""
         vars(self).update(attributes, _model=model)
 
@@ -116,7 +116,7 @@ class OfLoop:
         """Returns an attribute of the model."""
         return getattr(self._model, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Sets an attribute of the model, as ``stop_predicting``."""
         setattr(self._model, name, value)
 
