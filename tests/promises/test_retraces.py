@@ -72,8 +72,8 @@ def test_a_step_that_is_traced_at_each_call_says_what_changes() -> None:
             assert "optimizer.beta_1 = keras.Variable(0.9, trainable=False)" in messages[0]
 
 
-# Fails if a prediction that is traced for each batch, or layers that freeze in turn, are not told.
-def test_batches_and_layers_that_change_each_time_are_named() -> None:
+# Fails if a prediction that is traced for each batch, as each has another structure, says nothing.
+def test_batches_of_another_kind_each_time_are_named() -> None:
     strategy = strategy_of(2)
     with strategy.scope():
         model = model_of()
@@ -81,18 +81,6 @@ def test_batches_and_layers_that_change_each_time_are_named() -> None:
     (message,) = warned(lambda number: predict((X, {f"k{number}": X})))
     assert "the batch from" in message
     assert "'k4'" in message
-    with strategy.scope():
-        model, optimizer = model_of(6), keras.optimizers.SGD()
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
-
-    def freeze(number: int) -> None:
-        for other, layer in enumerate(model.layers):
-            layer.trainable = other != number
-        step((X, Y))
-
-    (message,) = warned(freeze)
-    assert "the trained variables, without ['" in message
-    assert "variables=..." in message
 
 
 # Fails if steps whose traces are used again are warned of: uneven batches, a rate that a callback

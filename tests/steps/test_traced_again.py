@@ -1,0 +1,72 @@
+"""What a step says that is traced at each call: layers that freeze in turn, kinds of iterators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.steps.retraces import Retraces
+
+X, Y = np.ones((9, 4), "float32"), np.ones((9, 4), "float32")
+
+
+def warned(call: Callable[[int], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number in range(6):
+            call(number)
+    return [str(one.message) for one in found]
+
+
+# Fails if layers that freeze in turn make each step slow without a word.
+def test_layers_that_freeze_in_turn_are_named() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layers = [keras.layers.Dense(4) for _ in range(6)]
+        model, optimizer = keras.Sequential([keras.Input((4,)), *layers]), keras.optimizers.SGD()
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+
+    def freeze(number: int) -> None:
+        for other, layer in enumerate(model.layers):
+            layer.trainable = other != number
+        step((X, Y))
+
+    (message,) = warned(freeze)
+    assert "the trained variables, without ['" in message
+    assert "variables=..." in message
+
+
+# Fails if iterators of another type each time, of which a trace takes in nothing else, say nothing.
+def test_iterators_of_another_type_each_time_are_named() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    step = tmg.make_eval_step(model, "mse", tf.distribute.get_strategy(), verify=False)
+
+    def evaluate(number: int) -> None:
+        data = tf.data.Dataset.from_tensors((X[: number + 1], Y[: number + 1, :1]))
+        step.run(iter(data), 1)
+
+    (message,) = warned(evaluate)
+    assert "from" in message
+
+
+# Fails if a step is said to be slow whose traces are used again, or if that is said twice.
+def test_only_traces_in_a_row_count_and_it_is_said_once() -> None:
+    retraces = Retraces()
+
+    def call(number: int, fact: int | None) -> None:
+        with retraces.watch():
+            if fact is not None:
+                retraces.note({"optimizer.rho": fact / 8})
+
+    assert not warned(lambda number: call(number, number))[1:]
+    assert not warned(lambda number: call(number, number))
+    retraces = Retraces()
+    for _ in range(3):
+        assert not warned(lambda number: call(number, number if number else None))
