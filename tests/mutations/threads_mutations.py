@@ -18,22 +18,6 @@ THREADS = (
         _TURNS,
     ),
     broken(
-        "a wrapper serves the calls of all threads",
-        "            for wrapper in _thread.wrappers.get(self, ()):",
-        "            everywhere = vars(self).setdefault('everywhere', [])\n"
-        "            everywhere[:] = [*everywhere, *_thread.wrappers.get(self, ())][-1:]\n"
-        "            for wrapper in everywhere:",
-        _TURNS,
-    ),
-    broken(
-        "replicas find the batch of whoever runs the strategy last",
-        "            if id(graph) in self.by_graph:\n"
-        "                return self.by_graph[id(graph)]\n",
-        "            if self.by_graph:\n                return list(self.by_graph.values())[-1]\n",
-        f"{_ROWS}[2-False]",
-        f"{_ROWS}[3-False]",
-    ),
-    broken(
         "eager replicas find the batch of another thread",
         "class _Eager(threading.local):",
         "class _Eager:",
