@@ -291,6 +291,25 @@ def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
         assert model._compile_metrics.built is (not attributes)
 
 
+def made_before_and_after() -> list[bool]:
+    made = [_compat.strategies_were_made()]
+    tf.distribute.get_strategy().run(tf.ones, args=([],))
+    made.append(_compat.strategies_were_made())
+    tf.distribute.OneDeviceStrategy("CPU:0")
+    return [*made, _compat.strategies_were_made()]
+
+
+def test_tensorflow_tells_whether_a_strategy_was_made(monkeypatch):
+    """In a process of its own, which has made none; without the gauge one may have been made."""
+    worker = pool().start()
+    assert worker.call(made_before_and_after) == [False, False, True]
+    worker.end()
+    from tensorflow.python.distribute import distribute_lib
+
+    monkeypatch.delattr(distribute_lib, "distribution_strategy_replica_gauge")
+    assert _compat.strategies_were_made()
+
+
 # Collectives that wait for a worker ---------------------------------------------------------------
 
 

@@ -64,6 +64,19 @@ def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
     return tf.distribute.get_strategy() if own is None else own
 
 
+def strategies_were_made() -> bool:
+    """Returns whether this process has made a strategy other than TensorFlow's default one.
+
+    Private: ``tensorflow.python.distribute.distribute_lib.distribution_strategy_replica_gauge``,
+    which the constructor of every strategy sets. Without it True is returned, and whoever looks for
+    strategies searches all objects of the process each time.
+    """
+    from tensorflow.python.distribute import distribute_lib
+
+    gauge: Any = getattr(distribute_lib, "distribution_strategy_replica_gauge", None)
+    return gauge is None or gauge.get_cell("num_replicas").value() > 0
+
+
 def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
     """Returns the handle and the value of each variable that a concrete function can assign.
 

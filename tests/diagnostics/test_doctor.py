@@ -147,6 +147,10 @@ CASES: dict[str, tuple[Machine, str, str, str, str]] = {
         *("error", "keras-backend", "keras.distribution is set to DataParallel"),
         "strategy = tmg.create_strategy()",
     ),
+    "Keras 2": (
+        Machine(**FINE, environment={"TF_USE_LEGACY_KERAS": "1"}),
+        *("warning", "keras-legacy", "tf.keras is tf_keras, which is Keras 2", "import keras"),
+    ),
     "a broken cluster": (
         Machine(
             environment={"TF_CONFIG": CONFIG},

@@ -45,27 +45,70 @@ def build() -> Any:
     return model
 
 
+SCOPE = """    with strategy.scope():
+        model = ..."""
+ACCUMULATOR = """    with strategy.scope():
+        accumulator = tmg.GradientAccumulator(model.trainable_variables)"""
+
+
+def of_tensorflow() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 # That the model is not trained then: tests/promises/test_blocks_alone.py.
-@each("call", CALLS)
-def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> None:
-    strategy, model = two(), build()
+@each(("make", "call"), [(two, call) for call in CALLS] + [(of_tensorflow, call) for call in CALLS])
+def test_a_model_on_no_strategy_beside_one_of_several_replicas(make: Any, call: str) -> None:
+    process_state.forget()
+    strategy, model = make(), build()
     with pytest.raises(tmg.ScopeError) as caught:
         CALLS[call](model)
+    lines = (
+        "Create the model in its scope, and give steps and distribute_dataset the strategy, "
+        f"strategy=strategy:\n{SCOPE}"
+    )
+    if call == "GradientAccumulator":
+        lines = f"Create the model and the accumulator in its scope:\n{ACCUMULATOR}"
     assert str(caught.value) == (
         f"{call} would run on one device: it got no strategy, and no model created in the scope of "
-        "one. Received: MirroredStrategy with 2 replica(s) from tmg.create_strategy, unused. "
-        "Create the model in its scope, and give steps and distribute_dataset the strategy:\n"
-        "    with strategy.scope():\n        model = ...\nTo run on one device, use "
-        'tmg.create_strategy(prefer="one_device") in the same way.'
+        f"one. Received: MirroredStrategy with 2 replica(s), unused. {lines}\n"
+        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
     )
     with strategy.scope():
         CALLS[call](build())
 
 
-@each("used", ["not at all", "fit", "evaluate", "predict", "step"])
-def test_a_strategy_that_nobody_holds_does_not_count(used: str) -> None:
+def test_of_several_strategies_none_is_guessed() -> None:
+    ours, theirs = tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"]), of_tensorflow()
+    with theirs.scope():
+        model = build()
+    received = (
+        r"Received: 2 strategies, none entered: MirroredStrategy with 2 replica\(s\), "
+        r"MirroredStrategy with 3 replica\(s\)\. .* in the scope of one.*strategy=strategy"
+    )
+    with pytest.raises(tmg.ScopeError, match=received):
+        tmg.distribute_dataset((X, Y), batch_size=4)
+    with pytest.raises(tmg.ScopeError, match="2 strategies, none entered"):
+        tmg.explain(build())
+    assert "MirroredStrategy with 2 replica(s)" in str(tmg.explain(model))
+    assert tmg.distribute_dataset((X, Y), ours, batch_size=4).strategy is ours
+
+
+def test_an_accumulator_outside_the_scope_of_its_variables() -> None:
+    for strategy in (two(), of_tensorflow()):
+        with strategy.scope():
+            model = build()
+        with pytest.raises(tmg.ScopeError, match="accumulator is made outside") as caught:
+            tmg.GradientAccumulator(model.trainable_variables)
+        assert str(caught.value).endswith(ACCUMULATOR)
+
+
+USED = ["not at all", "fit", "evaluate", "predict", "step"]
+
+
+@each(("make", "used"), [(two, used) for used in USED] + [(of_tensorflow, used) for used in USED])
+def test_a_strategy_that_nobody_holds_does_not_count(make: Any, used: str) -> None:
     def use() -> None:
-        strategy = two()
+        strategy = make()
         with strategy.scope():
             model = build()
         if used in CALLS:

@@ -11,7 +11,7 @@ from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_
 from tfmultigpu.accumulation.losses import LossSum, division_of, is_fixed
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
-from tfmultigpu.strategies.scopes import check_scope, current_strategy
+from tfmultigpu.strategies.scopes import check_scope, current_strategy, refuse_legacy_keras
 from tfmultigpu.strategies.topology import describe, tf_variable
 
 
@@ -38,6 +38,7 @@ class GradientAccumulator:
 
     def __init__(self, variables: Sequence[Any]) -> None:
         """Creates the state of each replica; call it in ``strategy.scope()``."""
+        refuse_legacy_keras(variables)
         self.variables = list(variables) if isinstance(variables, Iterable) else []
         if not self.variables:
             raise TfMultiGpuError(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
+from tfmultigpu.strategies.scopes import refuse_legacy_keras
 
 OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
@@ -289,6 +290,7 @@ def as_loss(loss: Any) -> Any:
     """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
+    refuse_legacy_keras(loss)
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known

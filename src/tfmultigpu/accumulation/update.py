@@ -16,7 +16,7 @@ from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.scopes import check_scope
+from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 
 # Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
@@ -114,6 +114,7 @@ def apply_reduced_gradients(
         >>> weight.numpy().tolist(), int(optimizer.iterations.numpy())
         ([0.5], 1)
     """
+    refuse_legacy_keras(optimizer)
     check_reduced("apply_reduced_gradients", gradients)
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:

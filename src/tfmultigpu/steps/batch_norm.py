@@ -38,7 +38,7 @@ def synchronize_batch_norm(model: Any) -> Any:
         >>> tmg.synchronize_batch_norm(model).layers[0].synchronized
         True
     """
-    check_backend()
+    check_backend(model)
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
             f"model must be a Keras model or layer. Received: {model!r}. Only their layers can be "

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 
+# Layers that are attributes of a model and that its call passes over: they are never built.
+_passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def is_built(model: Any) -> bool:
-    """Returns whether a model has variables: ``model.build`` marks it as built without them."""
-    return bool(model.built and model.variables)
+    """Returns whether a model and every layer that it calls have their variables.
+
+    ``model.build`` of a subclass marks the model as built and none of its layers, and a layer may
+    have been built before its model: neither tells that the model is built whole.
+    """
+    if not (model.built and model.variables):
+        return False
+    return all(layer.built or layer in _passed_over for layer in all_layers(model))
 
 
 def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
-    if not is_built(model) and (has_call or not model.variables):
+    # Without a batch nothing is known of the layers that are not built: they may be passed over.
+    waits = batch_spec is None and model.built and model.variables
+    if not is_built(model) and not waits and (has_call or not model.variables):
         # An add-on may have a say in where variables live.
         with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
             _build(model, batch_spec)
@@ -54,12 +67,15 @@ def _build(model: Any, batch_spec: Any) -> None:
         else:
             model(symbolic(inputs))
     except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
-        raise ScopeError(
-            f"The model has no variables yet and could not be built from the batch: {error} "
-            f"Received: model {model.name!r}, batch {batch_spec}, whose first axis is examples: "
-            "dataset.batch(global_batch_size). Or build it inside the scope: with "
-            "strategy.scope(): model.build(input_shape)."
-        ) from error
+        # A model that was called, and whose call works on real tensors alone, is built whole.
+        if not (model.built and model.variables):
+            raise ScopeError(
+                f"The model has no variables yet and could not be built from the batch: {error} "
+                f"Received: model {model.name!r}, batch {batch_spec}, whose first axis is "
+                "examples: dataset.batch(global_batch_size). Or call it once inside the scope, "
+                "which builds every layer: with strategy.scope(): model(x[:1])."
+            ) from error
+    _passed_over.update(layer for layer in _compat.layers_inside(model) if not layer.built)
 
 
 def _one_row(spec: Any) -> Any:

@@ -101,7 +101,7 @@ def make_train_step(
         "clip_norm": clip_norm, "loss_scale": loss_scale, "shard_update": shard_update,
         "variables": variables and [variable.path for variable in variables],
     }  # fmt: skip
-    check_backend()
+    check_backend(model, optimizer, loss, metrics)
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
     check_kinds(passes.model, strategy, optimizer)
@@ -168,7 +168,7 @@ def make_eval_step(
         >>> float(step((np.ones((5, 3)), np.ones((5, 1))))["weight"])
         5.0
     """
-    check_backend()
+    check_backend(model, loss, metrics)
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
@@ -202,7 +202,7 @@ def make_predict_step(
         >>> tmg.make_predict_step(model)(np.ones((5, 3))).shape
         TensorShape([5, 2])
     """
-    check_backend()
+    check_backend(model)
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
     return PredictStep(model, strategy, _features(strategy, [Draws()], verify)).bind()

@@ -14,7 +14,7 @@ from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.build_model import symbolic
-from tfmultigpu.strategies.scopes import check_scope
+from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 
 
 class Output(NamedTuple):
@@ -142,6 +142,7 @@ class StepMetrics:
 
 
 def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
+    refuse_legacy_keras(metric)
     takes_labels = isinstance(metric, keras.metrics.Metric)
     try:
         inspect.signature(metric.update_state).bind("y_true", "y_pred")

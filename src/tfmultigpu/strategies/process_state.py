@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-_Strategy = TypeVar("_Strategy")
+import tensorflow as tf
+
+from tfmultigpu import _compat
 
 
 class ProcessState:
@@ -22,33 +23,50 @@ class ProcessState:
 
     def __init__(self) -> None:
         """Begins as a new process does."""
-        self.forget()
+        self.cluster: Any = None
+        self._forgotten: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forget(self) -> None:
-        """Begins anew, for tests."""
-        self.cluster: Any = None
-        self._strategies: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()  # Of the set, which threads may fill while others read.
+        """Begins anew, for tests: strategies that others still hold do not count."""
+        self.cluster = None
+        self._forgotten = weakref.WeakSet(_strategies_of_several_replicas())
 
-    def note(self, strategy: _Strategy) -> _Strategy:
-        """Notes a strategy if it has several replicas, without keeping it, and returns it."""
-        if getattr(strategy, "num_replicas_in_sync", 1) > 1:
-            with self._lock:
-                self._strategies.add(strategy)
-        return strategy
-
-    def living_strategies(self) -> tuple[Any, ...]:
+    def living_strategies(self) -> tuple[tf.distribute.Strategy, ...]:
         """Returns the strategies of several replicas that somebody still holds.
 
-        Collects garbage if there seem to be any. A model, its steps and their strategy hold each
-        other: the first collection finds the model, the next ones the steps kept for it.
+        It does not matter who made them, nor whether that was before this library was imported:
+        TensorFlow keeps no list, so they are looked for among the objects of the process. That
+        takes 0.1 s for a million objects, and nothing if no strategy was ever made.
         """
+        found = _strategies_of_several_replicas()
+        living = weakref.WeakSet(found) - self._forgotten
+        del found
+        # A model, its steps and their strategy hold each other: the first collection of garbage
+        # finds the model, the next ones the steps kept for it.
         for _ in range(3):
-            if not len(self._strategies):
+            if not living:
                 return ()
             gc.collect()
-        with self._lock:
-            return tuple(self._strategies)
+        return tuple(living)
+
+
+def _strategies_of_several_replicas() -> list[Any]:
+    if not _compat.strategies_were_made():
+        return []
+    kinds = _kinds_of(tf.distribute.Strategy)
+    # By ``type``: a lazy proxy of a user computes something when it is asked for its class.
+    strategies: list[Any] = [value for value in gc.get_objects() if type(value) in kinds]
+    # A strategy whose constructor has failed does not know its replicas.
+    return [s for s in strategies if getattr(s, "num_replicas_in_sync", 1) > 1]
+
+
+def _kinds_of(kind: type) -> set[type]:
+    """Returns a class and all that inherit from it."""
+    kinds = {kind}
+    heirs: list[type] = kind.__subclasses__()
+    for heir in heirs:
+        kinds |= _kinds_of(heir)
+    return kinds
 
 
 process_state = ProcessState()

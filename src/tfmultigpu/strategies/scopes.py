@@ -1,7 +1,8 @@
-"""Checks that models, optimizers and metrics were created in the scope of the strategy."""
+"""Checks of what a user hands over: that it is of Keras 3, and in the scope of the strategy."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,15 @@ from tfmultigpu.strategies.topology import (
     tf_variable,
 )
 
+_LEGACY = "tf_keras"
 
-def check_backend() -> None:
-    """Checks that Keras runs on TensorFlow, before anything that trains."""
+
+def check_backend(*given: Any) -> None:
+    """Checks that Keras runs on TensorFlow, and that what is given is of this Keras.
+
+    ``given`` are the objects of the user: models, optimizers, losses, metrics, callbacks, and
+    structures of them.
+    """
     import keras
 
     if (backend := keras.config.backend()) != "tensorflow":
@@ -29,12 +36,43 @@ def check_backend() -> None:
             f"{backend!r} backend. Before the first import of keras, set "
             'os.environ["KERAS_BACKEND"] = "tensorflow".'
         )
+    refuse_legacy_keras(*given)
+
+
+def refuse_legacy_keras(*given: Any) -> None:
+    """Refuses objects of tf_keras, which is Keras 2, also as attributes of a model.
+
+    They look like those of Keras 3 and fail late, each for another reason.
+    """
+    if _LEGACY not in sys.modules:
+        return
+    import keras
+
+    for value in keras.tree.flatten(given):
+        inside = list(vars(value).values()) if isinstance(value, keras.layers.Layer) else []
+        for part in (value, *inside):
+            if _is_legacy(part):
+                raise TfMultiGpuError(
+                    "This library trains models of Keras 3, and tf_keras is Keras 2: the two do "
+                    "not mix. Received: an object of tf_keras, "
+                    f"{getattr(part, '__name__', type(part).__name__)!r}. Write import keras, and "
+                    "keras in place of tf_keras; tf.keras is Keras 3 too where "
+                    "TF_USE_LEGACY_KERAS is not set before TensorFlow is imported."
+                )
+
+
+def _is_legacy(value: Any) -> bool:
+    """Returns whether a value, or the class of it, comes from tf_keras or inherits from there."""
+    kind = value if isinstance(value, type) else getattr(value, "__class__", type(value))
+    homes = [getattr(value, "__module__", None), *(base.__module__ for base in kind.__mro__)]
+    return any(str(home).partition(".")[0] == _LEGACY for home in homes)
 
 
 def check_kinds(model: Any, strategy: Any, *optimizers: Any) -> None:
     """Checks that the model, the strategy and the optimizers of a step have the right types."""
     import keras
 
+    refuse_legacy_keras(model, *optimizers)
     _check("model", model, keras.layers.Layer, "Keras model", "keras.Sequential([...])")
     _check_strategy(strategy)
     for optimizer in optimizers:
@@ -68,15 +106,35 @@ def current_strategy(
 
 def refuse_one_device(function: str) -> None:
     """Refuses to run on one device while a strategy of several replicas lives."""
-    if living := process_state.living_strategies():  # Which takes a while.
-        raise ScopeError(
-            f"{function} would run on one device: it got no strategy, and no model created in the "
-            f"scope of one. Received: {describe(living[0])} from tmg.create_strategy, unused. "
-            "Create the model in its scope, and give steps and distribute_dataset the strategy:\n"
+    living = process_state.living_strategies()  # Which takes a while.
+    if not living:
+        return
+    kinds = ", ".join(sorted(describe(strategy) for strategy in living))
+    if len(living) == 1:
+        received, scope = f"{kinds}, unused", "its scope"
+    else:
+        received, scope = f"{len(living)} strategies, none entered: {kinds}", "the scope of one"
+    raise ScopeError(
+        f"{function} would run on one device: it got no strategy, and no model created in the "
+        f"scope of one. Received: {received}. {_line_for(function, scope)}\n"
+        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
+    )
+
+
+def _line_for(function: str, scope: str) -> str:
+    """Returns the line that puts what a function works on into a scope."""
+    if function == "GradientAccumulator":
+        return (
+            f"Create the model and the accumulator in {scope}:\n"
             "    with strategy.scope():\n"
-            "        model = ...\n"
-            'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
+            "        accumulator = tmg.GradientAccumulator(model.trainable_variables)"
         )
+    return (
+        f"Create the model in {scope}, and give steps and distribute_dataset the strategy, "
+        "strategy=strategy:\n"
+        "    with strategy.scope():\n"
+        "        model = ..."
+    )
 
 
 def all_layers(model: Any) -> list[Any]:

@@ -47,6 +47,15 @@ def _keras_backend(machine: Machine) -> Iterator[Finding]:
     yield Finding("error", "keras-backend", what, why, change)
 
 
+def _legacy_keras(machine: Machine) -> Iterator[Finding]:
+    if machine.environment.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):  # As TensorFlow.
+        what = "TF_USE_LEGACY_KERAS is set, so tf.keras is tf_keras, which is Keras 2."
+        why = "This library trains models of Keras 3 and refuses objects of tf_keras."
+        change = "import keras, in place of tf.keras; or unset TF_USE_LEGACY_KERAS before Python "
+        change += "starts"
+        yield Finding("warning", "keras-legacy", what, why, change)
+
+
 def _no_driver(machine: Machine) -> Iterator[Finding]:
     driver = machine.driver
     if driver.cards and not driver.gpus:
@@ -198,7 +207,7 @@ def _wsl(machine: Machine) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    *(_keras_backend, _no_driver, _no_libraries, _no_kernels),
+    *(_keras_backend, _legacy_keras, _no_driver, _no_libraries, _no_kernels),
     *(_gpus_hidden, _gpus_hidden_by_program, _instances, _cluster, _gpu_taken),
     *(_small_shared_memory, _wsl),
 )

@@ -20,7 +20,7 @@ from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.scopes import check_kinds, check_scope
+from tfmultigpu.strategies.scopes import check_kinds, check_scope, refuse_one_device
 from tfmultigpu.strategies.topology import (
     describe,
     is_default,
@@ -104,6 +104,8 @@ def _strategy_of(model: Any) -> tf.distribute.Strategy:
     """Returns the strategy that a model is meant for."""
     own = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy_of(model)
     living = process_state.living_strategies() if is_default(own) else ()
+    if len(living) > 1:
+        refuse_one_device("explain")  # None of them is guessed.
     return living[0] if living else own
 
 
@@ -134,7 +136,7 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
     elif not (model.built and model.variables):  # As is_built of steps, which import Keras.
         severity = "note"
         what = "The model has no variables yet, and the first call will create them."
-        change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"
+        change = f"{_SCOPE} model(x[:1]), which builds it; or start the model with keras.Input"
     elif outside:
         what = outside
         change = f"{_SCOPE} model = ... (loading a saved model counts as creating it)"

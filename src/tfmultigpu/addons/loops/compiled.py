@@ -15,6 +15,7 @@ from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.build_model import symbolic
+from tfmultigpu.strategies.scopes import refuse_legacy_keras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,9 @@ def compile_arguments(model: Any) -> Any:
             f"{type(model).__name__} {model.name!r}. Write with strategy.scope(): model.compile("
             "'adam', loss='mse'), with your loss; or with a step tmg.fit(model, data, step=step)."
         )
-    return _compat.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
+    refuse_legacy_keras(arguments)
+    return arguments
 
 
 def _outputs(model: Any, x: Any) -> Any:

@@ -83,7 +83,7 @@ def evaluate(
         >>> tmg.evaluate(model, (np.ones((5, 2)), np.zeros((5, 1))), verbose=0)
         {'loss': 4.0, 'mae': 2.0}
     """
-    check_backend()
+    check_backend(model, callbacks)
     strategy = checked_strategy(model, "evaluate")
     compile_arguments(model)
     refuse_own_methods(model, "evaluate")

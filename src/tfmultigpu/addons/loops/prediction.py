@@ -69,7 +69,7 @@ def predict(
         >>> tmg.predict(model, np.arange(6).reshape(3, 2), verbose=0).tolist()
         [[1.0], [5.0], [9.0]]
     """
-    check_backend()
+    check_backend(model, callbacks)
     strategy = checked_strategy(model, "predict")
     refuse_own_methods(model, "predict")
     check_steps(steps)

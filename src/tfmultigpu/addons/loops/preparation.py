@@ -45,7 +45,7 @@ def prepare(model: Any, **options: Any) -> ExitStack:
         >>> list(history.history)
         ['loss']
     """
-    check_backend()
+    check_backend(model)
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "

@@ -130,7 +130,7 @@ def fit(
         >>> {name: len(values) for name, values in history.history.items()}
         {'loss': 3, 'mae': 3}
     """
-    check_backend()
+    check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
     kwargs = checked_arguments(arguments)
     for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.

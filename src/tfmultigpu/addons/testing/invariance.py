@@ -16,6 +16,7 @@ from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
+from tfmultigpu.strategies.scopes import check_backend
 
 Quantities: TypeAlias = list[tuple[str, Any]]  # Names and values after a step.
 
@@ -153,6 +154,7 @@ def _build(build: Callable[[], Any]) -> Training:
             f"build must return a Training. Received: {type(training).__name__}. Write return "
             "tmg.testing.Training(model, optimizer, loss)."
         )
+    check_backend(training.model, training.optimizer, training.loss)
     return training
 
 
