@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from block_mutations import BLOCKS
 from float16_mutations import FLOAT16
+from foreign_mutations import FOREIGN
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
@@ -14,4 +15,7 @@ from worker_mutations import PROCESSES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-MUTATIONS = (*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE, *THREADS)
+MUTATIONS = (
+    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES),
+    *(*FLOAT16, *STATE, *THREADS, *FOREIGN),
+)

@@ -251,6 +251,13 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
             " Return one value per example: tf.reduce_mean(values, axis=-1)."
         )
     values = tf.convert_to_tensor(values)
+    if values.shape.rank is None:
+        raise LossError(
+            f"The values of the loss {loss.name!r} have an unknown number of axes. Received: "
+            f"labels of shape {_shape(y_true)} and predictions of shape {_shape(y_pred)}. The "
+            "usual cause is tf.squeeze(x), which would drop the axis of rows in a batch of one "
+            "row. Name the axis: tf.squeeze(x, axis=-1)."
+        )
     couples = getattr(loss, "fn", None) is keras.losses.circle
     if couples or not _has_rows(values.shape, _shape(y_pred)):
         raise LossError(
@@ -290,7 +297,11 @@ def as_loss(loss: Any) -> Any:
     """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
+    from tfmultigpu.accumulation.crossentropy import NAMES, Crossentropy
+
     refuse_legacy_keras(loss)
+    if isinstance(loss, str) and loss.lower() in NAMES:
+        return Crossentropy(name=loss)
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known

@@ -20,6 +20,12 @@ ROWS_DIFFER = (
     "what comes before .batch(). If each example has k rows of another kind, give them an axis of "
     "their own: tf.reshape(u, [rows, k, ...]). Received: rows"
 )
+GATHERED = "gathered_rows_of_replicas"  # The scope of the addition: a graph that has it gathers.
+OTHER_WIDTHS = (
+    "gather_rows adds the rows of all replicas, so they need one shape. Received: rows of other "
+    "shapes on other replicas: to_tensor() makes ragged rows as wide as the longest on each. Write "
+    "value.to_tensor(shape=[None, 100]), one width for all."
+)
 NOT_ROWS = (
     "gather_rows takes one row per example of this replica, and this tensor has another number of "
     "rows. Gather each part by itself, such as the two views of an example: "

@@ -14,6 +14,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, as_data_error
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
+from tfmultigpu.data.next_batch import NextBatch
 from tfmultigpu.data.passes import read_over
 from tfmultigpu.data.preprocessing import Preprocessing, divide_own_rows, draw_seed, takes_seed
 from tfmultigpu.data.shares import replica_shares
@@ -21,7 +22,7 @@ from tfmultigpu.data.sources import to_dataset, to_examples
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
-from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 from tfmultigpu.types import Strategy
 
 
@@ -225,6 +226,13 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         else:
             self._source = elements.prefetch(tf.data.AUTOTUNE)
 
+    def __repr__(self) -> str:
+        """Says what takes it: Keras' own ``fit``, which does not, prints it in its error."""
+        return (
+            f"<ShardedDataset for {describe(self.strategy)}: write tmg.fit(model, data), "
+            "tmg.evaluate or tmg.predict, not model.fit>"
+        )
+
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
         if self.preprocessing is not None:
@@ -326,7 +334,22 @@ class ShardIterator(Iterator[Any]):
 
     def get_next(self) -> Any:
         """Returns the next batch; at the end raises ``OutOfRangeError``, as TensorFlow's does."""
-        return self.cut.to_batch(self.source.get_next())
+        try:
+            element = self.source.get_next()
+        except ValueError as error:
+            # TensorFlow notices that Python repeats this call, and never ends.
+            if "unusually high number" not in str(error):
+                raise
+            raise DataError(
+                "A loop of Python over the data inside a tf.function would be unrolled forever. "
+                "Received: enumerate(data), zip(data, ...) or a comprehension. Write for batch in "
+                "data, and count with a tensor: number += 1."
+            ) from error
+        return self.cut.to_batch(element)
+
+    def get_next_as_optional(self) -> NextBatch:
+        """Returns the next batch if there is one: ``has_value()`` tells, ``get_value()`` has it."""
+        return NextBatch(self.source.get_next_as_optional(), self.cut)
 
     def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""

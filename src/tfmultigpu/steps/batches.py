@@ -143,9 +143,11 @@ class BatchFunction:
         """The offsets of a batch that something else cut, which then holds each row once."""
         if tf.inside_function():
             raise DataError(
-                "A batch that is passed into a tf.function of your own does not know how many rows "
-                "its global batch has. Call step(batch) outside it, or pass the iterator in and "
-                "call step(next(iterator)), or use step.run(iterator, steps)."
+                "Inside a tf.function the step does not know how many rows the global batch has. "
+                "Received: a batch that was an argument of the function, or one of TensorFlow's "
+                "own iterator, as of strategy.experimental_distribute_dataset. Write iterator = "
+                "iter(tmg.distribute_dataset(dataset, strategy)), pass it into the function, and "
+                "call step(next(iterator)) there; or call step(batch) outside."
             )
         counts = [int(count_rows(shard)) for shard in local]
         told = WorkerExchange(self.strategy)("the rows of a batch", counts)

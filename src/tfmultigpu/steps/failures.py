@@ -10,7 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS
-from tfmultigpu.data.batch_format import NOT_ROWS, as_data_error, with_values
+from tfmultigpu.data.batch_format import (
+    GATHERED,
+    NOT_ROWS,
+    OTHER_WIDTHS,
+    as_data_error,
+    with_values,
+)
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
@@ -40,6 +46,13 @@ def explaining_failures(
         if (explained := _explain(error, strategy, count_rows)) is error:
             raise
         raise explained from error
+    except AttributeError as error:
+        if "has no attribute 'numpy'" in str(error):
+            error.add_note(
+                "A step is compiled, also with model.compile(run_eagerly=True), so its tensors "
+                "have no values yet. Write tf.print(x), or tf.py_function(function, [x], dtype)."
+            )
+        raise
     except ValueError as error:
         if type(error) is ValueError and "shape" in str(error):  # Of Keras, for a layer's input.
             error.add_note("Of single examples make a batch: dataset.batch(global_batch_size).")
@@ -58,6 +71,8 @@ def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> E
     line, exhausted = line_on_memory(error.message), tf.errors.ResourceExhaustedError
     if isinstance(error, exhausted) or (isinstance(error, tf.errors.InternalError) and line):
         return _out_of_memory(line or error.message, strategy, count_rows)
+    if GATHERED in error.message and "same size and shape" in error.message:
+        return LossError(OTHER_WIDTHS)
     if OTHER_ROWS in error.message:
         return LossError(OTHER_ROWS)
     if NOT_ROWS in error.message:

@@ -16,13 +16,11 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
+from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, count_rows
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
-
-GATHERED = "gathered_rows_of_replicas"  # The scope of the addition: a graph that has it gathers.
 
 
 @contextmanager
@@ -145,7 +143,8 @@ def _as_rows(value: Any) -> Any:
         raise LossError(
             "gather_rows takes dense tensors of numbers or truth values, with a first axis of rows."
             f" Received: {type(value).__name__} of dtype {dtype.name} and shape {tensor.shape}. "
-            "Gather numbers for each example, such as value.to_tensor() of a ragged tensor."
+            "Gather numbers for each example. Rows of a ragged tensor need one width on all "
+            "replicas: value.to_tensor(shape=[None, 100])."
         )
     return tensor
 

@@ -18,7 +18,7 @@ from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.scopes import check_backend, check_kinds, current_strategy
+from tfmultigpu.strategies.scopes import check_backend, check_kinds, check_scope, current_strategy
 from tfmultigpu.types import LossScaling as Scaling, Model, Optimizer, ShardUpdate, Strategy, Verify
 
 
@@ -131,6 +131,8 @@ def make_train_step(
     step.bind()
     if is_built(passes.model):
         step.build()
+    else:  # The rest is built from the first batch.
+        check_scope(passes.model.variables, strategy, "model")
     return step
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.data.partition import slice_rows
+from tfmultigpu.errors import DataError
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
@@ -70,9 +72,11 @@ class PredictStep(ModelStep):
             return joined
         # A small batch went to every replica whole: the first copy is the batch.
         copies = tf.where(shards.rows[0].total < replicas, tf.constant(replicas, tf.int64), 1)
-        return tf.nest.map_structure(
-            lambda rows: None if rows is None else rows[: count_rows(rows) // copies], joined
-        )
+
+        def first_copy(rows: Any) -> Any:
+            return None if rows is None else slice_rows(rows, 0, count_rows(rows) // copies)
+
+        return tf.nest.map_structure(first_copy, joined)
 
     def _replica(self, shard: Any, rows: Rows, *_: Any, trace: Trace) -> Any:
         # A metric in a layer counts the rows of a small batch once, not once per copy.
@@ -101,9 +105,17 @@ def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
     def join(*parts: Any) -> Any:
         if parts[0] is None or replicas == 1:
             return parts[0]
+        if parts[0].shape.rank == 0:
+            raise DataError(
+                "The model returns one value for a batch, and each replica has a part of the "
+                f"batch. Received: an output of shape () on each of {replicas} replicas. Return "
+                "one value for each example: tf.reduce_mean(values, axis=-1)."
+            )
         if len(parts) < replicas:
             return gather_rows(strategy, per_replica(strategy, list(parts)))
-        sparse = isinstance(parts[0], tf.SparseTensor)
-        return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
+        if isinstance(parts[0], tf.SparseTensor):
+            # Made of ragged rows they are as wide as the longest row of their replica.
+            return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
+        return tf.concat(list(parts), 0)
 
     return tf.nest.map_structure(join, *local)

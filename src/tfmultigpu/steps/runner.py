@@ -18,13 +18,12 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
-from tfmultigpu.data.batch_format import structure_of
+from tfmultigpu.data.batch_format import GATHERED, structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features.feature import BoundStep, Feature
-from tfmultigpu.steps.global_rows import GATHERED
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
@@ -189,7 +188,8 @@ class Runner:
             if self.watches and (batch := self._next_batch(source, split)) is not None:
                 done, ran = add(done, self.call(batch)[1]), ran + 1
                 continue
-            loop, most = self._find(kind, split)
+            with explaining_failures(self.strategy):
+                loop, most = self._find(kind, split)
             # Ctrl-C is heard between calls.
             asked = min(most, int(steps) - ran, self._length.steps)
             began = time.perf_counter()
@@ -217,9 +217,12 @@ class Runner:
         """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
         check_called_from(self.strategy)
         if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
+            what = "step.run takes an iterator, which remembers where it is."
+            if isinstance(iterator, tf.distribute.DistributedIterator):
+                what = "step.run reads the batches of tmg.distribute_dataset, and this iterator is "
+                what += "TensorFlow's own: it does not know how many rows a global batch has."
             raise DataError(
-                "step.run takes an iterator, which remembers where it is. Received: "
-                f"{type(iterator).__name__}. Write iterator = "
+                f"{what} Received: {type(iterator).__name__}. Write iterator = "
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )
         if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):

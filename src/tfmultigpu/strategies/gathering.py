@@ -19,8 +19,8 @@ _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: bool = False) -> Any:
     """Returns the rows of all replicas, in their order, on every worker; call it outside ``run``.
 
-    ``value`` is per replica: dense or ragged tensors of any dtype. Their row counts may differ, and
-    may be zero with ``may_be_empty``.
+    ``value`` is per replica: dense, ragged or sparse tensors of any dtype. Their row counts may
+    differ, and may be zero with ``may_be_empty``.
     """
     first = strategy.experimental_local_results(value)[0]
     with explaining_lost_workers():
@@ -29,6 +29,8 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
             parts = strategy.run(lambda r: [r.flat_values, *r.nested_row_lengths()], args=(value,))
             flat, *lengths = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
             return ragged.from_nested_row_lengths(flat, lengths)
+        if isinstance(first, tf.SparseTensor):
+            return _gather_sparse(strategy, value)
         may_be_empty = may_be_empty or first.shape[1:].num_elements() == 0
         if first.dtype in _SENT and not may_be_empty:
             return strategy.gather(value, axis=0)
@@ -40,6 +42,21 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
             rows = tf.concat([tf.io.parse_tensor(text, first.dtype) for text in each], axis=0)
             rows.set_shape([None, *first.shape[1:]])
             return rows
+
+
+def _gather_sparse(strategy: tf.distribute.Strategy, value: Any) -> tf.SparseTensor:
+    """Gathers sparse tensors, as wide as the widest of them."""
+
+    def parts_of(tensor: tf.SparseTensor) -> tuple[Any, ...]:
+        return tensor.indices, tensor.values, tf.shape(tensor.values)[:1], tensor.dense_shape[None]
+
+    parts = strategy.run(parts_of, args=(value,))
+    gathered = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
+    indices, values, counts, shapes = gathered
+    first_rows = tf.repeat(tf.cumsum(shapes[:, 0], exclusive=True), counts)
+    indices = tf.concat([indices[:, :1] + first_rows[:, None], indices[:, 1:]], 1)
+    rows, widths = tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)
+    return tf.SparseTensor(indices, values, tf.concat([rows, widths], 0))
 
 
 def _as_numbers(tensor: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -92,9 +93,12 @@ def choose(
         ("communication", communication, COMMUNICATIONS),
     ):
         if value not in choices:
+            similar = difflib.get_close_matches(str(value).lower(), choices, n=1)
+            line = 'Write "auto", and name devices in devices=["GPU:0", "GPU:1"].'
+            if similar:
+                line = f'Write {name}="{similar[0]}".'
             raise ValueError(
-                f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. "
-                'Write "auto", and name devices in devices=["GPU:0", "GPU:1"].'
+                f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. {line}"
             )
     names = _named_devices(facts, devices)
     chosen: tuple[str, _Offer] | None = None

@@ -44,9 +44,8 @@ class ProcessState:
         # A model, its steps and their strategy hold each other: the first collection of garbage
         # finds the model, the next ones the steps kept for it.
         for _ in range(3):
-            if not living:
-                return ()
-            gc.collect()
+            if not living or not gc.collect():
+                break
         return tuple(living)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.errors import ScopeError, StrategyUnavailableError, TfMultiGpuError
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import (
     describe,
@@ -83,6 +83,15 @@ def check_kinds(model: Any, strategy: Any, *optimizers: Any) -> None:
 def _check_strategy(strategy: Any) -> None:
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
+    distribute: Any = tf.distribute
+    experimental = distribute.experimental
+    central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
+    if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):
+        raise StrategyUnavailableError(
+            "Replicas of this strategy share one copy of each variable, and each would update it. "
+            f"Received: {type(strategy).__name__}. Write strategy = tmg.create_strategy(), which "
+            "mirrors variables; for models larger than a device add tmg.sharded_variables()."
+        )
 
 
 def _check(name: str, value: Any, kind: Any, what: str, line: str) -> None:
@@ -98,6 +107,7 @@ def current_strategy(
         _check_strategy(strategy)
         return strategy
     strategy = tf.distribute.get_strategy()
+    _check_strategy(strategy)
     placed = strategy_of(model) is not strategy or len(devices_of(model)) > 1
     if is_default(strategy) and not placed:
         refuse_one_device(function)

@@ -121,10 +121,13 @@ def check_labels(model: Any, batch_spec: Any) -> None:
     """Checks that batches have labels if the compiled losses or metrics need them."""
     arguments = compile_arguments(model)
     needing = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
-    if needing and unpack_batch(batch_spec)[1] is None:
+    x, labels, _ = unpack_batch(batch_spec)
+    if needing and labels is None:
+        listed = " A list is several inputs, as in Keras." if isinstance(x, tuple) else ""
         raise DataError(
             f"The model was compiled with {' and '.join(needing)}, but the data has no labels. "
-            f"Received: batches of {batch_spec}. Give (x, y) or (x, y, sample_weight)."
+            f"Received: batches of {batch_spec}.{listed} Give a tuple, (x, y) or "
+            "(x, y, sample_weight)."
         )
 
 

@@ -27,10 +27,21 @@ _FORWARD = """Write its loss as a forward, with one value for each row:
 To evaluate: tmg.make_eval_step(model, None, strategy, forward=forward).
 Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step))."""
 _METRICS = "Give metrics to model.compile(metrics=[...]), or update them in a forward."
+_PIPELINE = """A task of KerasHub preprocesses in its fit what a batch holds. Do so in the data:
+    data = data.map(task.preprocessor)
+    tmg.fit(task, data)"""
 _INSTEAD = {
     "compute_metrics": _METRICS,
     "get_metrics_result": _METRICS,
-    "predict_step": "Move what it computes to the call method of the model.",
+    "predict_step": """Write what it computes as a model around this one:
+    class Predictor(keras.Model):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+        def call(self, x):
+            return ...  # of self.model(x, training=False)
+    with strategy.scope(): predictor = Predictor(model)
+    tmg.predict(predictor, data)""",
     "fit": "Call tmg.fit inside it.",
     "evaluate": "Call tmg.evaluate inside it.",
     "predict": "Call tmg.predict inside it.",
@@ -51,10 +62,13 @@ def refuse_own_methods(model: Any, function: str, *methods: str) -> None:
         is_ours = getattr(here, "__module__", "").startswith("tfmultigpu.")
         of_class = getattr(type(model), name) is not getattr(keras.Model, name)
         if of_class or not (here is None or is_ours):
+            advice = _INSTEAD.get(name, _FORWARD)
+            if name in ("fit", "evaluate", "predict") and hasattr(model, "preprocess_samples"):
+                advice = _PIPELINE
             raise LossError(
                 f"The model replaces {name} of Keras, which tmg.{function} does not call: a "
                 f"replica has only a part of each batch. Received: {type(model).__name__}.{name}. "
-                f"{_INSTEAD.get(name, _FORWARD)}\nOn one device write model.{function}(...)."
+                f"{advice}\nOn one device write model.{function}(...)."
             )
 
 

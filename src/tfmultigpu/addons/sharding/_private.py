@@ -42,6 +42,18 @@ def variable_on_device(
     return variable
 
 
+def path_of(name: str) -> str:
+    """Returns the path of a Keras variable that is about to be created under a name.
+
+    Private: ``keras.src.backend.common.name_scope.current_path``. The public ``variable.path``
+    exists only afterwards. Without it an error has the name alone, such as 'kernel'.
+    """
+    from keras.src.backend.common import name_scope
+
+    current_path: Any = getattr(name_scope, "current_path", lambda: "")
+    return "/".join(part for part in (current_path(), name) if part)
+
+
 @contextmanager
 def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
     """Has loops in a graph take the value of a ``variable_on_device``, not the variable.

@@ -90,6 +90,14 @@ class _Loads:
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
+            name = _private.path_of(name)
+            if size > max(memory):  # More devices, or other variables elsewhere, do not help.
+                raise DataError(
+                    "One variable is larger than every device, and a variable is not divided. "
+                    f"Received: {name!r} of {size:,} bytes; {table}. Make it of several layers, "
+                    "each with a part of the units or classes, and join their outputs: "
+                    "keras.ops.concatenate(parts, axis=-1). Or halve it: dtype='bfloat16'."
+                )
             raise DataError(
                 f"The variables do not fit on the devices. Received: {name!r} of {size:,} bytes, "
                 f"after {table}. Take more devices, or `del` other models, which count too."

@@ -1,0 +1,41 @@
+"""The next batch of an iterator, or the end of the data, for loops that decide in a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.cut import Cut
+
+
+@dataclasses.dataclass(eq=False)
+class NextBatch:
+    """The next batch of a ``ShardIterator``, or the end of the data, as TensorFlow's optionals.
+
+    Attributes:
+        optional: The underlying ``tf.experimental.Optional``.
+        cut: Makes a batch of its value.
+    """
+
+    optional: Any
+    cut: Cut
+
+    def has_value(self) -> tf.Tensor:
+        """Returns whether there was a batch, a bool scalar."""
+        more: tf.Tensor = self.optional.has_value()
+        return more
+
+    def get_value(self) -> Any:
+        """Returns the batch; inside a ``tf.function`` in a branch of ``has_value()`` alone."""
+        return self.cut.to_batch(self.optional.get_value())
+
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
+        """Lets a ``tf.while_loop`` carry it."""
+        return (self.cut,), (self.optional,)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> NextBatch:
+        """Inverts ``__tf_flatten__``."""
+        return cls(components[0], metadata[0])
