@@ -57,7 +57,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def full(session: nox.Session) -> None:
     """All other tests: units, more layers and sizes, more processes, kills, every page."""
-    session.install("-e", ".", *groups("test", "checkers"))
+    session.install("-e", ".", *groups("test", "checkers", "foreign"))
     rest = [f"--ignore={folder}" for folder in PROOF]
     session.run(*PYTEST, "-m", "not versions", "tests", *rest, *session.posargs)
 

@@ -84,7 +84,7 @@ CASES = {
     ),
     "a model without variables": (
         lambda: explain(keras.Sequential([keras.layers.Dense(1)]), strategy=strategy_of(2)),
-        *("model-scope", "The model has no variables yet", "model.build(input_shape)"),
+        *("model-scope", "The model has no variables yet", "model(x[:1])"),
     ),
     "copies on one device": (
         on_missing_devices,

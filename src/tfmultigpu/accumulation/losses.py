@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
@@ -297,11 +298,9 @@ def as_loss(loss: Any) -> Any:
     """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
-    from tfmultigpu.accumulation.crossentropy import NAMES, Crossentropy
-
     refuse_legacy_keras(loss)
     if isinstance(loss, str) and loss.lower() in NAMES:
-        return Crossentropy(name=loss)
+        return crossentropy(loss)
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known
