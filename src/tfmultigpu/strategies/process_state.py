@@ -29,7 +29,11 @@ class ProcessState:
     def forget(self) -> None:
         """Begins anew, for tests: strategies that others still hold do not count."""
         self.cluster = None
-        self._forgotten = weakref.WeakSet(_strategies_of_several_replicas())
+        self.ignore(*_strategies_of_several_replicas())
+
+    def ignore(self, *strategies: tf.distribute.Strategy) -> None:
+        """Leaves strategies out of those that live, for tests."""
+        self._forgotten.update(strategies)
 
     def living_strategies(self) -> tuple[tf.distribute.Strategy, ...]:
         """Returns the strategies of several replicas that somebody still holds.
