@@ -24,7 +24,7 @@ class ProcessState:
     def __init__(self) -> None:
         """Begins as a new process does."""
         self.cluster: Any = None
-        self._forgotten: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
     def forget(self) -> None:
         """Begins anew, for tests: strategies that others still hold do not count."""
@@ -53,7 +53,7 @@ class ProcessState:
         return tuple(living)
 
 
-def _strategies_of_several_replicas() -> list[Any]:
+def _strategies_of_several_replicas() -> list[tf.distribute.Strategy]:
     if not _compat.strategies_were_made():
         return []
     kinds = _kinds_of(tf.distribute.Strategy)

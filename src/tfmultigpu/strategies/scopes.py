@@ -22,7 +22,7 @@ from tfmultigpu.strategies.topology import (
 _LEGACY = "tf_keras"
 
 
-def check_backend(*given: Any) -> None:
+def check_backend(*given: object) -> None:
     """Checks that Keras runs on TensorFlow, and that what is given is of this Keras.
 
     ``given`` are the objects of the user: models, optimizers, losses, metrics, callbacks, and
@@ -39,7 +39,7 @@ def check_backend(*given: Any) -> None:
     refuse_legacy_keras(*given)
 
 
-def refuse_legacy_keras(*given: Any) -> None:
+def refuse_legacy_keras(*given: object) -> None:
     """Refuses objects of tf_keras, which is Keras 2, also as attributes of a model.
 
     They look like those of Keras 3 and fail late, each for another reason.
@@ -61,7 +61,7 @@ def refuse_legacy_keras(*given: Any) -> None:
                 )
 
 
-def _is_legacy(value: Any) -> bool:
+def _is_legacy(value: object) -> bool:
     """Returns whether a value, or the class of it, comes from tf_keras or inherits from there."""
     kind = value if isinstance(value, type) else getattr(value, "__class__", type(value))
     homes = [getattr(value, "__module__", None), *(base.__module__ for base in kind.__mro__)]
@@ -80,7 +80,7 @@ def check_kinds(model: Any, strategy: Any, *optimizers: Any) -> None:
         _check("optimizer", optimizer, kind, "Keras optimizer", line)
 
 
-def _check_strategy(strategy: Any) -> None:
+def _check_strategy(strategy: object) -> None:
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
     distribute: Any = tf.distribute
