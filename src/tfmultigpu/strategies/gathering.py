@@ -47,7 +47,7 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
 def _gather_sparse(strategy: tf.distribute.Strategy, value: Any) -> tf.SparseTensor:
     """Gathers sparse tensors, as wide as the widest of them."""
 
-    def parts_of(tensor: tf.SparseTensor) -> tuple[Any, ...]:
+    def parts_of(tensor: tf.SparseTensor) -> tuple[tf.Tensor, ...]:
         return tensor.indices, tensor.values, tf.shape(tensor.values)[:1], tensor.dense_shape[None]
 
     parts = strategy.run(parts_of, args=(value,))

@@ -58,7 +58,9 @@ def _strategies_of_several_replicas() -> list[tf.distribute.Strategy]:
         return []
     kinds = _kinds_of(tf.distribute.Strategy)
     # By ``type``: a lazy proxy of a user computes something when it is asked for its class.
-    strategies: list[Any] = [value for value in gc.get_objects() if type(value) in kinds]
+    strategies: list[tf.distribute.Strategy] = [
+        value for value in gc.get_objects() if type(value) in kinds
+    ]
     # A strategy whose constructor has failed does not know its replicas.
     return [s for s in strategies if getattr(s, "num_replicas_in_sync", 1) > 1]
 
