@@ -46,6 +46,8 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_flat_metrics",
         "_flat_weighted_metrics",
         "_flatten_layers",
+        "_get_function",
+        "_graph_mode_decorator",
         "_group_key",
         "_group_size",
         "_handle_data",
@@ -413,3 +415,49 @@ def test_operations_are_known_by_their_names():
     assert not _compat.is_variable_handle(table.resource_handle)
     assert _compat.is_variable_handle(tf.Variable(1.0).handle)
     assert _compat.is_variable_handle(tf.random.Generator.from_seed(1).state.handle)
+def test_a_rematerialized_function_is_known_where_a_graph_calls_it():
+    seen = []
+
+    def differentiate(original, function, args, kwargs):
+        seen.append((_compat.rematerialized(function), kwargs))
+        return original(function, args, {})
+
+    @tf.custom_gradient
+    def other(x):
+        return x * 2.0, lambda upstream: upstream
+
+    def doubled(x, **_):
+        return x * 2.0
+
+    wrapped = keras.remat(doubled)  # Before anything is patched.
+    with patching(*_compat.custom_gradients(), differentiate):
+        tf.function(lambda x: other(wrapped(x, named=1)), autograph=False)(tf.ones([2]))
+    assert seen == [(doubled, {"named": 1}), (None, {})]
+
+
+def test_what_loops_and_branches_do_is_seen():
+    @tf.function(autograph=False)
+    def program(x):
+        (x,) = tf.while_loop(lambda x: x < 9.0, lambda x: [x + tf.random.uniform([])], [x])
+        return tf.cond(x > 3.0, lambda: x * 2.0, lambda: x)
+
+    operations = program.get_concrete_function(tf.TensorSpec([])).graph.get_operations()
+    inside = {one.type: _compat.graphs_inside(one) for one in operations}
+    assert not inside["Placeholder"]
+    branches = [len(graphs) for kind, graphs in inside.items() if "While" in kind or "If" in kind]
+    assert branches == [2, 2]
+    assert any(
+        node.type == "RandomUniform"
+        for kind, graphs in inside.items()
+        if "While" in kind
+        for graph in graphs
+        for node in graph.get_operations()
+    )
+
+
+def test_a_mask_is_attached_as_keras_does():
+    tensor, mask = tf.ones([2, 3]), tf.constant([[True, False, True]] * 2)
+    _compat.set_keras_mask(tensor, mask)
+    whole = keras.layers.GlobalAveragePooling1D()(tensor[..., None] * [[[1.0], [5.0], [3.0]]])
+    assert float(whole[0, 0]) == 3.0
+    assert _compat.keras_mask(tensor) is mask

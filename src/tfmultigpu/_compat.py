@@ -7,12 +7,15 @@ Each function names the attribute, why the public API is not enough, and what ha
 from __future__ import annotations
 
 import copy
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+
+_MASK = "_keras_mask"
 
 
 def keras_mask(tensor: Any) -> Any:
@@ -21,7 +24,12 @@ def keras_mask(tensor: Any) -> Any:
     Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would walk through the layers
     again. Without it a masked loss would divide by every element.
     """
-    return getattr(tensor, "_keras_mask", None)
+    return getattr(tensor, _MASK, None)
+
+
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, as Keras layers do; private as above."""
+    setattr(tensor, _MASK, mask)
 
 
 def waits_for_shapes(metric: Any) -> bool:
@@ -262,6 +270,40 @@ def profiles_batches(callback: Any) -> bool:
     attribute: the callback then counts calls instead of batches.
     """
     return bool(getattr(callback, "_should_trace", False))
+
+
+def custom_gradients() -> tuple[Any, str]:
+    """Returns the module and the name of what each custom gradient in a graph goes through.
+
+    Private: ``tensorflow.python.ops.custom_gradient._graph_mode_decorator``, which is called with
+    the function, its arguments, and those by name. ``keras.remat`` may have wrapped a function long
+    before a step is made, and no public name is called when the function is. Without it what is
+    computed again draws other numbers than the forward pass, and assigns again.
+    """
+    return pkgutil.resolve_name("tensorflow.python.ops.custom_gradient"), "_graph_mode_decorator"
+
+
+def rematerialized(function: Any) -> Callable[..., Any] | None:
+    """Returns what ``keras.remat`` wraps in the function of a custom gradient; None of others.
+
+    Private: the name ``recompute_grad.<locals>.inner``, and its free variable ``f``. TensorFlow
+    marks these functions in no other way. Without it each is left to TensorFlow, as above.
+    """
+    if getattr(function, "__qualname__", "") != "recompute_grad.<locals>.inner":
+        return None
+    inner: Callable[..., Any] | None = inspect.getclosurevars(function).nonlocals.get("f")
+    return inner
+
+
+def graphs_inside(operation: Any) -> list[Any]:
+    """Returns the graphs of the functions that an operation calls, such as the body of a loop.
+
+    Private: ``graph._get_function``. The public ``graph.as_graph_def()`` copies the whole graph.
+    Without it what a loop draws or assigns is not seen.
+    """
+    names = [attr.name for attr in operation.op_def.attr if attr.type == "func"]
+    functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
+    return [function.graph for function in functions if function is not None]
 
 
 def compile_arguments(model: Any) -> Any:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar, Token
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
+
+_scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
 
 
 class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
@@ -24,16 +27,56 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
 
     Attributes:
         variables: Those assigned, in order.
+        early: Operations that assign a deferred value before the step does.
     """
 
     def __init__(self, before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> None:
         """Takes the values that variables seem to have, and whether metrics are updated."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[Any] = []
+        self.early: set[Any] = set()
         self._before = list(before)  # Keeps the variables alive, so ids stay unique.
         self._values = {id(variable): value for variable, value in self._before}
         self._counts = counts
         self._graph = tf.compat.v1.get_default_graph()
+        self._tokens: list[Token[DeferredAssignments | None]] = []
+        self._notes: list[dict[int, Any]] = []  # One for each ``noting_reads``.
+        self._repeats = False
+
+    def __enter__(self) -> Self:
+        """Defers what is assigned on this thread from now on."""
+        self._tokens.append(_scope_of_thread.set(self))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Assigns nothing: the step does, where all has succeeded."""
+        super().__exit__(*error)
+        _scope_of_thread.reset(self._tokens.pop())
+
+    @contextmanager
+    def noting_reads(self) -> Iterator[dict[int, Any]]:
+        """Yields values for ``repeating``, complete at the end: what variables seem to have now.
+
+        Those of states that code in the context reads are among them, for a later read of the
+        variable may find what was assigned since.
+        """
+        values = dict(self._values)
+        self._notes.append(values)
+        try:
+            yield values
+        finally:
+            self._notes.pop()
+
+    @contextmanager
+    def repeating(self, values: dict[int, Any]) -> Iterator[None]:
+        """Has code that runs once more read these values, and lets go of what it assigns."""
+        kept = self._values, self.variables, self._repeats
+        self._values, self.variables, self._repeats = dict(values), [], True
+        try:
+            yield
+        finally:
+            self._values, self.variables, self._repeats = kept
 
     def current(self, variable: Any) -> tf.Tensor:
         """Returns the value last assigned to a variable, or its own."""
@@ -60,12 +103,13 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def get_current_value(self, variable: Any) -> Any:
         """Returns what Keras reads of a variable."""
         # A loop body must find the value that its last iteration assigned.
-        if self._in_inner_graph() and not variable.trainable:
+        if self._in_inner_graph() and not variable.trainable and not self._repeats:
             self._assign_at_once(variable)
         value = self._values.get(id(variable))
         with self._left():
             own = variable.value
         if value is None:
+            self._note(variable, own)
             return own
         return _with_gradient_of(own, value) if variable.trainable else value
 
@@ -76,8 +120,18 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         """Assigns the deferred value of a variable in the graph that has it."""
         value = self._values.pop(id(variable), None)
         if value is not None:
+            before = len(self._graph.get_operations())
             with self._graph.as_default(), self._left():
                 variable.assign(value)
+            self.early.update(self._graph.get_operations()[before:])
+
+    def _note(self, variable: Any, own: Any) -> None:
+        """Notes what a state has that was not assigned yet."""
+        if self._notes and not variable.trainable:
+            with self._graph.as_default():
+                value = tf.convert_to_tensor(own)
+            for values in self._notes:
+                values.setdefault(id(variable), value)
 
     @contextmanager
     def _left(self) -> Iterator[None]:
@@ -87,6 +141,14 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
             yield
         finally:
             super().__enter__()
+
+
+def deferred_here() -> DeferredAssignments | None:
+    """Returns the scope that this code runs in; None outside of one, and in its inner graphs."""
+    scope = _scope_of_thread.get()
+    if scope is None or scope._in_inner_graph():
+        return None
+    return scope
 
 
 def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
+from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 
 # Layers that are attributes of a model and that its call passes over: they are never built.
@@ -48,14 +49,15 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         )
 
 
-def symbolic(specs: Any) -> Any:
-    """Returns symbolic tensors of Keras for type specs, to run a model on shapes alone."""
+def call_on_shapes(model: Any, specs: Any, **options: Any) -> Any:
+    """Calls a model on shapes alone: returns symbolic outputs of Keras for type specs."""
 
     def tensor(spec: Any) -> Any:
         sparse = isinstance(spec, tf.SparseTensorSpec)
         return keras.KerasTensor(tuple(spec.shape), spec.dtype.name, sparse=sparse)
 
-    return tf.nest.map_structure(tensor, specs)
+    with calling_once():
+        return model(tf.nest.map_structure(tensor, specs), **options)
 
 
 def _build(model: Any, batch_spec: Any) -> None:
@@ -65,7 +67,7 @@ def _build(model: Any, batch_spec: Any) -> None:
             # With symbolic ragged tensors Keras would try the layers on dense ones.
             model(tf.nest.map_structure(_one_row, inputs))
         else:
-            model(symbolic(inputs))
+            call_on_shapes(model, inputs)
     except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
         # A model that was called, and whose call works on real tensors alone, is built whole.
         if not (model.built and model.variables):

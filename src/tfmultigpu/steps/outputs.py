@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
-from tfmultigpu.steps.build_model import symbolic
+from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 
 
@@ -111,7 +111,7 @@ class StepMetrics:
             return
         x, y_true, weight = unpack_batch(batch_spec)
         names = getattr(model, "output_names", None)
-        outputs = match_outputs(y_true, model(symbolic(x)), weight, None, names=names)
+        outputs = match_outputs(y_true, call_on_shapes(model, x), weight, None, names=names)
         for metric, output, _ in self._matched(outputs):
             if _compat.waits_for_shapes(metric):
                 specs = output.y_true, output.y_pred

@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
-from tfmultigpu.steps.build_model import symbolic
+from tfmultigpu.steps.build_model import call_on_shapes
+from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
 
 
@@ -147,10 +148,11 @@ def compile_arguments(model: Any) -> Any:
 def _outputs(model: Any, x: Any) -> Any:
     """Returns the symbolic outputs of a model for inputs of these types."""
     try:
-        return model(symbolic(x), training=False)
+        return call_on_shapes(model, x, training=False)
     except Exception:  # A model that needs real tensors may raise anything: trace it instead.
         traced: Any = tf.function(lambda x: model(x, training=False), autograph=False)
-        return traced.get_concrete_function(x).structured_outputs
+        with calling_once():
+            return traced.get_concrete_function(x).structured_outputs
 
 
 def _by_key(values: Any, y_pred: Any) -> Any:
