@@ -8,6 +8,7 @@ from foreign_mutations import FOREIGN
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
+from remat_mutations import REMAT
 from state_mutations import STATE
 from step_mutations import STEPS
 from threads_mutations import THREADS
@@ -17,5 +18,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES),
-    *(*FLOAT16, *STATE, *THREADS, *FOREIGN),
+    *(*FLOAT16, *STATE, *THREADS, *FOREIGN, *REMAT),
 )

@@ -210,6 +210,7 @@ def captured(_: Any, x: Any) -> Any:
         (looked_up, "LookupTableFindV2", "keras.remat(function)(x, result)"),
         (drawn, "RngReadAndSkip", "keras.random.SeedGenerator"),
     ],
+    ids=["captured", "table", "generator"],
 )
 def test_what_cannot_be_repeated_is_an_error(function: Any, said: str, line: str) -> None:
     with strategy_of(1).scope():

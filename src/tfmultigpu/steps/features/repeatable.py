@@ -16,17 +16,9 @@ from tfmultigpu.errors import TfMultiGpuError
 Function = Callable[..., Any]
 
 # How the names of stateful operations begin that give the same once more, or do no harm.
-_REPEATABLE = tuple(
-    [
-        "ReadVariableOp",
-        "ResourceGather",
-        "Collective",
-        "Nccl",
-        "CudnnRNN",
-        "Assert",
-        "CheckNumerics",
-        "Print",
-    ]
+_REPEATABLE = (
+    *("ReadVariableOp", "ResourceGather", "Collective", "Nccl", "CudnnRNN"),
+    *("Assert", "CheckNumerics", "Print"),
 )
 
 
