@@ -31,6 +31,7 @@ from tfmultigpu.steps.features.repeatable import (
     not_the_same,
     noting_operations,
 )
+from tfmultigpu.steps.values import Rows
 
 
 class Recompute(Feature):
