@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +25,7 @@ from tfmultigpu.steps.assignments import DeferredAssignments, deferred_here
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.features.repeatable import (
     Function,
+    Value,
     check_captures,
     check_effects,
     not_the_same,
@@ -49,7 +49,7 @@ class Recompute(Feature):
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has rematerialized functions that this replica calls repeat themselves."""
 
-        def call(function: Function, args: Any, kwargs: Any) -> Any:
+        def call(function: Function, args: Value, kwargs: Value) -> Value:
             scope = deferred_here()
             if scope is None:  # TensorFlow fails to compute again in the body of a loop.
                 return function(*args, **kwargs)
@@ -82,10 +82,10 @@ def calling_once() -> Iterator[None]:
 
 
 @contextmanager
-def _calling_by(call: Callable[[Function, Any, Any], Any]) -> Iterator[None]:
+def _calling_by(call: Callable[[Function, Value, Value], Value]) -> Iterator[None]:
     """Has rematerialized functions go through ``call``; other custom gradients stay."""
 
-    def differentiate(original: Function, function: Function, args: Any, kwargs: Any) -> Any:
+    def differentiate(original: Function, function: Function, args: Value, kwargs: Value) -> Value:
         inner = _compat.rematerialized(function)
         if inner is None:
             return original(function, args, kwargs)
@@ -103,19 +103,19 @@ class _Call:
     """One call of a rematerialized function, which the backward pass repeats."""
 
     def __init__(
-        self, function: Function, scope: DeferredAssignments, trained: Sequence[Any]
+        self, function: Function, scope: DeferredAssignments, trained: Sequence[Value]
     ) -> None:
         self._function, self._scope, self._trained = function, scope, trained
         self._seeds = _Seeds(function)
 
-    def on(self, args: Any, kwargs: Any) -> Any:
+    def on(self, args: Value, kwargs: Value) -> Value:
         """Returns what the function returns, and adds to layers the losses that it adds."""
         arguments = _Structure((args, kwargs))
-        results, layers = arguments, list[Any]()
+        results, layers = arguments, list[Value]()
 
         # TensorFlow takes the gradient of this function, not those of the operations in it.
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def forward(*inputs: tf.Tensor) -> Any:
+        def forward(*inputs: tf.Tensor) -> Value:
             nonlocal results, layers
             with (
                 noting_operations() as operations,
@@ -125,7 +125,7 @@ class _Call:
                 results, layers, losses = self._run(arguments.filled(inputs))
             outputs = [*results.tensors, *losses]
 
-            def backward(*upstream: Any, variables: Sequence[Any] = ()) -> Any:
+            def backward(*upstream: Value, variables: Sequence[Value] = ()) -> Value:
                 effects = [one for one in operations if one not in self._scope.early]
                 check_effects(self._function, effects)
                 of_inputs, of_variables = self._again(arguments, outputs, upstream, variables)
@@ -143,9 +143,9 @@ class _Call:
         self,
         arguments: _Structure,
         outputs: Sequence[tf.Tensor],
-        upstream: Sequence[Any],
-        variables: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
+        upstream: Sequence[Value],
+        variables: Sequence[Value],
+    ) -> tuple[list[Value], list[Value]]:
         """Repeats the call; returns the gradients of its inputs and of variables."""
         asked = [tf.convert_to_tensor(g) for g in upstream if g is not None]
         delay = _Delay(asked)
@@ -168,12 +168,12 @@ class _Call:
         gradients = tape.gradient(targets, sources, output_gradients=asked)
         return gradients[: len(inputs)], gradients[len(inputs) :]
 
-    def _run(self, arguments: Any) -> tuple[_Structure, list[Any], list[tf.Tensor]]:
+    def _run(self, arguments: Value) -> tuple[_Structure, list[Value], list[tf.Tensor]]:
         """Calls the function; returns its results, and layers with the losses that they add."""
-        layers: list[Any] = []
+        layers: list[Value] = []
         losses: list[tf.Tensor] = []
 
-        def add_loss(_: Function, layer: Any, added: Any) -> None:
+        def add_loss(_: Function, layer: Value, added: Value) -> None:
             for loss in tf.nest.flatten(added):
                 layers.append(layer)
                 losses.append(tf.convert_to_tensor(loss))
@@ -189,13 +189,13 @@ class _Seeds:
 
     def __init__(self, function: Function) -> None:
         self._function = function
-        self._drawn: list[tuple[Any, tf.Tensor]] = []
+        self._drawn: list[tuple[Value, tf.Tensor]] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Notes the seeds that are drawn."""
 
-        def draw(original: Function, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        def draw(original: Function, generator: Value, *args: Value, **kwargs: Value) -> Value:
             seed = original(generator, *args, **kwargs)
             self._drawn.append((generator, seed))
             return seed
@@ -208,7 +208,7 @@ class _Seeds:
         """Has the same draws take the same seeds."""
         left = list(self._drawn)
 
-        def draw(_: Function, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        def draw(_: Function, generator: Value, *args: Value, **kwargs: Value) -> Value:
             if not left or left[0][0] is not generator:
                 raise not_the_same(self._function, "it draws more often or in another order")
             return delay(left.pop(0)[1])
@@ -226,12 +226,12 @@ class _Structure:
         tensors: These tensors, in order.
     """
 
-    def __init__(self, structure: Any) -> None:
+    def __init__(self, structure: Value) -> None:
         self._structure = tf.nest.map_structure(_value, structure)
         self._leaves = tf.nest.flatten(self._structure, expand_composites=True)
         self.tensors = [leaf for leaf in self._leaves if _has_gradient(leaf)]
 
-    def filled(self, tensors: Sequence[tf.Tensor], change: Function = _same) -> Any:
+    def filled(self, tensors: Sequence[tf.Tensor], change: Function = _same) -> Value:
         """Returns the structure with other tensors in place of these, under the same masks.
 
         Tensors without a gradient, and masks, go through ``change``.
@@ -270,10 +270,10 @@ class _Delay:
         return later + tf.cast(self._zero, tensor.dtype) if _has_gradient(tensor) else later
 
 
-def _has_gradient(leaf: Any) -> bool:
+def _has_gradient(leaf: Value) -> bool:
     return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: Value) -> Value:
     """Returns the value of a variable of TensorFlow, whose gradient is asked for as an input."""
     return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf

@@ -14,6 +14,8 @@ from tfmultigpu._patch import patching
 from tfmultigpu.errors import TfMultiGpuError
 
 Function = Callable[..., Any]
+Value = Any  # A tensor, or what else a function is given and gives; nested.
+Operation = Any  # Of a graph.
 
 # How the names of stateful operations begin that give the same once more, or do no harm.
 _REPEATABLE = (
@@ -23,16 +25,16 @@ _REPEATABLE = (
 
 
 @contextmanager
-def noting_operations() -> Iterator[list[Any]]:
+def noting_operations() -> Iterator[list[Operation]]:
     """Yields a list that has, at the end, the operations that this replica has made meanwhile.
 
     Replicas that meet, in a synchronized layer, take turns in one graph.
     """
-    graph: Any = tf.compat.v1.get_default_graph()
-    operations: list[Any] = []
+    graph: Value = tf.compat.v1.get_default_graph()
+    operations: list[Operation] = []
     begin = len(graph.get_operations())
 
-    def meet(original: Function, *args: Any, **kwargs: Any) -> Any:
+    def meet(original: Function, *args: Value, **kwargs: Value) -> Value:
         nonlocal begin
         operations.extend(graph.get_operations()[begin:])
         result = original(*args, **kwargs)
@@ -44,7 +46,7 @@ def noting_operations() -> Iterator[list[Any]]:
     operations.extend(graph.get_operations()[begin:])
 
 
-def check_effects(function: Function, operations: Sequence[Any]) -> None:
+def check_effects(function: Function, operations: Sequence[Operation]) -> None:
     """Checks that a function does nothing that a second call would do once more, or otherwise."""
     found = sorted({operation.type for operation in _effects(operations)})
     if found:
@@ -58,7 +60,10 @@ def check_effects(function: Function, operations: Sequence[Any]) -> None:
 
 
 def check_captures(
-    function: Function, operations: Sequence[Any], inputs: Sequence[Any], trained: Sequence[Any]
+    function: Function,
+    operations: Sequence[Operation],
+    inputs: Sequence[Value],
+    trained: Sequence[Value],
 ) -> None:
     """Checks that no gradient is lost in a tensor that a function does not get as an argument.
 
@@ -69,7 +74,7 @@ def check_captures(
         trained: The values that are trained.
     """
     made, given = set(operations), {id(tensor) for tensor in inputs}
-    strange: dict[int, Any] = {}
+    strange: dict[int, Value] = {}
     for operation in operations:
         for tensor in operation.inputs:
             is_own = tensor.op in made or id(tensor) in given
@@ -97,11 +102,11 @@ def not_the_same(function: Function, how: str) -> TfMultiGpuError:
     )
 
 
-def _depends(tensors: list[Any], trained: Sequence[Any]) -> bool:
+def _depends(tensors: list[Value], trained: Sequence[Value]) -> bool:
     return any(gradient is not None for gradient in tf.gradients(tensors, list(trained)))
 
 
-def _effects(operations: Sequence[Any]) -> Iterator[Any]:
+def _effects(operations: Sequence[Operation]) -> Iterator[Operation]:
     for operation in operations:
         if not operation.op_def.is_stateful or operation.type.startswith(_REPEATABLE):
             continue
