@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -349,27 +349,60 @@ def data_adapter() -> Any:
     return DataAdapter
 
 
-def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
-    """Returns a function that yields the batches of an epoch, as ``fit`` of Keras reads the data.
+class KerasReading(NamedTuple):
+    """Data that the loops of Keras read batch by batch, in Python.
 
-    Private: ``keras.src.trainers.data_adapters.get_data_adapter``. Keras has no public name for how
-    it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it neither is read.
+    Attributes:
+        batches: Returns the batches of a new pass. If it is closed, its threads and processes end.
+        looked_at: Returns the batches that Keras looks at before the first pass, on this thread.
+        hooks: The ``PyDataset`` itself, which hears of passes and knows their length; or None.
     """
+
+    batches: Callable[[], Iterator[Any]]
+    looked_at: Callable[[], Iterator[Any]]
+    hooks: Any
+
+
+def reading_of_keras(data: Any) -> KerasReading | None:
+    """Returns how ``fit`` of Keras reads data by batches; None if it does not.
+
+    Private: ``keras.src.trainers.data_adapters.get_data_adapter``, and ``adapter.enqueuer``. Keras
+    has no public name for how it reads a ``PyDataset``, with threads, or a torch ``DataLoader``.
+    Without it neither is read. Without ``enqueuer`` threads of a pass that is broken off stay.
+    """
+    import keras
+
     make_adapter: Any = pkgutil.resolve_name("keras.src.trainers.data_adapters:get_data_adapter")
-
-    def epoch() -> Iterator[Any]:
-        adapter = make_adapter(data)
-        adapter.on_epoch_begin()
-        if adapter.num_batches != 0:
-            yield from adapter.get_numpy_iterator()
-        adapter.on_epoch_end()
-
-    epoch.__name__ = type(data).__name__
     try:
         is_array = type(make_adapter(data)).__name__ == "ArrayDataAdapter"
     except ValueError:
         return None
-    return None if is_array else epoch
+    if is_array:
+        return None
+
+    def batches(data: Any = data) -> Iterator[Any]:
+        # A new adapter for each pass: one that was broken off leaves batches in its queue.
+        adapter = make_adapter(data)
+        try:
+            if adapter.num_batches != 0:
+                yield from adapter.get_numpy_iterator()
+        finally:
+            enqueuer = getattr(adapter, "enqueuer", None)
+            if enqueuer is not None:
+                enqueuer.stop()
+
+    if not isinstance(data, keras.utils.PyDataset):
+        return KerasReading(batches, batches, None)
+
+    class WithoutWorkers(keras.utils.PyDataset):  # type: ignore[misc]
+        """The same batches, made on the thread that asks for them."""
+
+        num_batches = property(lambda self: data.num_batches)
+
+        def __getitem__(self, index: int) -> Any:
+            return data[index]
+
+    return KerasReading(batches, lambda: batches(WithoutWorkers()), data)
 
 
 def without_building() -> dict[str, Any]:

@@ -16,7 +16,12 @@ from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.data.sources import global_batches
+
+
+def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset:
+    return global_batches(data, batch_size).dataset
+
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -159,15 +164,30 @@ class Counting(keras.utils.PyDataset):
         self.epoch += 1
 
 
-def test_a_py_dataset_loses_no_batch_and_ends_its_epochs() -> None:
-    data = Counting(3)
-    dataset = to_dataset(data)
-    assert data.ended == 0
-    assert lists(dataset) == [([0, 1], [0, 0]), ([2, 3], [0, 0]), ([4, 5], [0, 0])]
-    assert data.ended == 1
-    assert data.read == [0, 1, 2], "no batch is made twice"
-    assert lists(dataset) == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [1, 1])]
-    assert data.ended == 2
+def test_a_py_dataset_loses_no_batch_and_ends_its_epochs_between_passes() -> None:
+    source = Counting(3)
+    data = tmg.distribute_dataset(source, strategy_of(1))
+    assert (source.ended, source.read) == (0, [0, 1]), "Keras looks at two batches as well"
+    assert len(data) == 3
+    assert lists(data) == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [1, 1])]
+    assert lists(data) == [([0, 1], [2, 2]), ([2, 3], [2, 2]), ([4, 5], [2, 2])]
+    assert source.ended == 2, "once before each pass"
+    assert source.read == [0, 1, 0, 1, 2, 0, 1, 2]
+
+
+def test_a_loop_in_a_graph_tells_a_py_dataset_of_its_passes() -> None:
+    source = Counting(2)
+    data = tmg.distribute_dataset(source, strategy_of(2))
+
+    @tf.function
+    def total() -> tf.Tensor:
+        result = tf.zeros([], tf.int64)
+        for _, epoch in data:
+            result += tf.reduce_sum(data.strategy.experimental_local_results(epoch)[0])
+        return result
+
+    assert [int(total()) for _ in range(3)] == [2, 4, 6]
+    assert source.ended == 3
 
 
 def test_a_py_dataset_without_end() -> None:
@@ -187,7 +207,42 @@ def test_workers_of_a_py_dataset_work_at_once_and_keep_the_order() -> None:
     data = Slow(8, workers=4, max_queue_size=2)
     assert [rows for rows, _ in lists(to_dataset(data))] == [[2 * i, 2 * i + 1] for i in range(8)]
     assert len(threads) > 1
-    assert data.ended == 1
+
+
+# Fails if a pass that is broken off leaves its threads, or its batches to the next pass.
+def test_a_pass_that_is_broken_off_leaves_nothing_to_the_next() -> None:
+    data = tmg.distribute_dataset(Counting(6, workers=2), strategy_of(1))
+    for _ in range(2):
+        iterator = iter(data)
+        assert next(iterator)[0].numpy().tolist() == [0, 1]
+        iterator.close()
+        assert next(iterator, "ended") == "ended"
+        iterator.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("Worker_")]
+    assert [rows.numpy().tolist() for rows, _ in data] == [[2 * i, 2 * i + 1] for i in range(6)]
+
+
+# Fails if the library holds a generator whose pass is over.
+@each("shards", [1, 2])
+@each("prefetch", [False, True])
+def test_a_closed_iterator_ends_its_generator(shards: int, prefetch: bool) -> None:
+    ended = []
+
+    def batches() -> Iterator[np.ndarray]:
+        try:
+            while True:
+                yield np.zeros((4, 1))
+        finally:
+            ended.append(True)
+
+    data = tmg.distribute_dataset(batches, strategy_of(shards), prefetch_to_device=prefetch)
+    iterator = iter(data)
+    next(iterator)
+    assert not ended
+    iterator.close()
+    assert ended == [True]
+    next(iter(data))
+    assert ended == [True, True], "the second pass ends with its iterator"
 
 
 # what is refused ----------------------------------------------------------------------------------

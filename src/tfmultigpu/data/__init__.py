@@ -1,8 +1,8 @@
 """Data: from global batches to one shard for each replica."""
 
+from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import (
     ShardedDataset,
-    ShardIterator,
     distribute_dataset,
     row_weight,
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import DataError
@@ -170,3 +171,22 @@ def with_values(text: str, message: str) -> str:
     """Returns the text of an assertion with the vector of numbers that failed it."""
     values = message.partition(text)[2].lstrip("]['\n ").partition("]")[0]
     return f"{text} {', '.join(values.replace(',', ' ').split())}."
+
+
+def lists_to_tuples(batch: Any) -> Any:
+    """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
+    if isinstance(batch, list) and not any(map(holds_arrays, batch)):
+        return np.asarray(batch)
+    if isinstance(batch, Mapping):
+        return {name: lists_to_tuples(item) for name, item in batch.items()}
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    items = map(lists_to_tuples, batch)
+    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+
+
+def holds_arrays(item: Any) -> bool:
+    """Returns whether an item of a list is an array or a structure of arrays, and not a row."""
+    if isinstance(item, (list, tuple)):
+        return any(map(holds_arrays, item))
+    return isinstance(item, Mapping) or len(getattr(item, "shape", ())) > 0

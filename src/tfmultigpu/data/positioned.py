@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfmultigpu.data.batch_format import digest, with_dependencies
 from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
-from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distribute_dataset
-from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.data.shard_iterator import ShardIterator
+from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
 
 _NONE = -1
@@ -57,7 +57,8 @@ class PositionedDataset(ShardedDataset):
         """Begins a pass at the position."""
         self._catch_up()
         whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
-        self._begin_pass()
+        self.reader = whole.reader
+        self._count_pass()
         self.is_begun = True
         iterator, done = ShardedDataset.iterate_from(whole, self._position.step_in_epoch)
         if done < self._position.step_in_epoch:
@@ -100,7 +101,7 @@ class PositionedDataset(ShardedDataset):
         compares, self._compares = self._compares, False
         for epoch in range(self.passes if self._of_epoch is None else 0, epochs):
             is_compared = compares and epoch == epochs - 1
-            self._begin_pass()
+            self._count_pass()
             if self._of_epoch is None or is_compared:
                 whole = self if self._of_epoch is None else self._of_epoch(epoch)
                 read_over(ShardedDataset.__iter__(whole).source, int(is_compared))
@@ -108,7 +109,7 @@ class PositionedDataset(ShardedDataset):
         if compares:
             self._last_hash = self.first_hash()
 
-    def _begin_pass(self) -> None:
+    def _count_pass(self) -> None:
         self.passes += 1
         if self._first_batch is not None:
             self._first_batch.write(_NONE)
@@ -130,25 +131,24 @@ def position_data(
         def of_epoch(epoch: int) -> ShardedDataset:
             if epoch not in known:
                 known.clear()
-                batches = _record_first(to_dataset(data(epoch)), first_batch)
-                known[epoch] = distribute_dataset(batches, strategy)
+                whole = distribute_dataset(data(epoch), strategy)
+                known[epoch] = whole.with_batches(_record_first(whole.batches, first_batch))
             return known[epoch]
 
         return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
-    batches = data.batches if isinstance(data, ShardedDataset) else to_dataset(data)
-    if not begin_unread(batches):
+    is_distributed = isinstance(data, ShardedDataset)
+    whole = data if is_distributed else distribute_dataset(data, strategy)
+    if not begin_unread(whole.batches):
         raise CheckpointError(
             "The order of a pass depends on how far tf.data had read the passes before it, so a "
             "resumed run would read other batches. Received: data with a shuffle below cache(), "
             "repeat(), concatenate() or another shuffle, or with a tf.random.Generator. Make it a "
             "function of the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
         )
-    recorded = _record_first(batches, first_batch) if is_compared else batches
-    is_distributed = isinstance(data, ShardedDataset)
-    whole = (
-        data.with_batches(recorded) if is_distributed else distribute_dataset(recorded, strategy)
-    )
-    return PositionedDataset(whole, position, first_batch if is_compared else None)
+    if not is_compared:
+        return PositionedDataset(whole, position)
+    recorded = whole.with_batches(_record_first(whole.batches, first_batch))
+    return PositionedDataset(recorded, position, first_batch)
 
 
 def _takes_epoch(data: Any) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -11,14 +10,15 @@ import tensorflow as tf
 from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, as_data_error
+from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
-from tfmultigpu.data.next_batch import NextBatch
 from tfmultigpu.data.passes import read_over
 from tfmultigpu.data.preprocessing import Preprocessing, divide_own_rows, draw_seed, takes_seed
+from tfmultigpu.data.reader import Reader
+from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import to_dataset, to_examples
+from tfmultigpu.data.sources import global_batches, to_examples
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
@@ -92,7 +92,7 @@ def distribute_dataset(
             "your own sees each row once with 'partition'."
         )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
-    preprocessing = None
+    preprocessing, reader = None, None
     if preprocess is not None:
         if batch_size is None:
             raise DataError(
@@ -108,11 +108,11 @@ def distribute_dataset(
     elif seed is not None:
         raise DataError(f"seed is for preprocess, which is missing. Received: seed={seed!r}.")
     else:
-        batches = to_dataset(dataset, batch_size)
+        batches, reader = global_batches(dataset, batch_size)
     check_batched(batches.element_spec)
     return ShardedDataset(
         batches, strategy, whole_shares, prefetch_to_device, preprocessing,
-        copies=small_batches == "copy",
+        copies=small_batches == "copy", reader=reader,
     )  # fmt: skip
 
 
@@ -174,6 +174,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         preprocessing: The preprocessing of rows, or None.
         prefetches_to_device: Whether shards are copied to the replicas ahead of time.
         cut: What cuts batches, and knows their type specs.
+        reader: What makes the batches in Python; None if TensorFlow does.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         skip: int = 0,
         elements: tf.data.Dataset[Any] | None = None,
         copies: bool = False,
+        reader: Reader | None = None,
     ) -> None:
         """Use ``distribute_dataset`` instead, which checks its arguments.
 
@@ -193,8 +195,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         already, used if no other workers compare them; ``copies`` is as for ``Cut``.
         """
         self.batches, self.strategy, self.shares = batches, strategy, shares
-        self.preprocessing = preprocessing
-        self._cardinality = int(batches.cardinality())
+        self.preprocessing, self.reader = preprocessing, reader
+        self._cardinality = int(batches.cardinality()) if reader is None else reader.cardinality
         local = local_replicas(strategy)
         has_workers = len(local) < strategy.num_replicas_in_sync
         spec: Any = batches.element_spec
@@ -221,10 +223,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             elements = elements.map(self.cut.function) if self.cut.is_needed else elements
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
-            pieces = elements.flat_map(self.cut.deal)
+            self._elements = pieces = elements.flat_map(self.cut.deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
-            self._source = elements.prefetch(tf.data.AUTOTUNE)
+            self._elements = self._source = elements.prefetch(tf.data.AUTOTUNE)
 
     def __repr__(self) -> str:
         """Says what takes it: Keras' own ``fit``, which does not, prints it in its error."""
@@ -235,15 +237,25 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
+        with tf.control_dependencies(self._begin_pass()):
+            return ShardIterator.over(self._source, self._elements, self.cut)
+
+    def _begin_pass(self) -> list[Any]:
+        """Says that a pass begins to what wants to know; returns the operations, in a graph."""
+        begun: list[Any] = []
         if self.preprocessing is not None:
-            self.preprocessing.begin_pass()
-        return ShardIterator(iter(self._source), self.cut)
+            begun.append(self.preprocessing.begin_pass())
+        if self.reader is not None and tf.inside_function():
+            begun.append(tf.numpy_function(self.reader.begin, [], []))
+        elif self.reader is not None:
+            self.reader.begin()
+        return begun
 
     def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
         """Returns other batches of the same type, cut and preprocessed as these are."""
         return ShardedDataset(
             batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing,
-            skip, copies=self.cut.copies,
+            skip, copies=self.cut.copies, reader=self.reader,
         )  # fmt: skip
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
@@ -260,7 +272,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def __len__(self) -> int:
         """Returns the number of global batches in a pass; TypeError if unknown or infinite."""
-        return len(self.batches)
+        return len(self.batches) if self._cardinality < 0 else self._cardinality
 
     @property
     def element_spec(self) -> Any:
@@ -276,10 +288,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
-        begun = None if self.preprocessing is None else self.preprocessing.begin_pass()
         # TensorFlow warns about its own call on its own dataset; the user cannot change it.
         of_options = ignoring_warnings("To make it possible to preserve tf.data options")
-        with of_options, tf.control_dependencies([] if begun is None else [begun]):
+        with of_options, tf.control_dependencies(self._begin_pass()):
             source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
@@ -293,69 +304,3 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             parallel_iterations=1,
         )
         return state
-
-
-@dataclasses.dataclass(eq=False)
-class ShardIterator(Iterator[Any]):
-    """One pass over a ``ShardedDataset``; ``iter(dataset)`` creates it.
-
-    Attributes:
-        source: The underlying TensorFlow iterator.
-        cut: Makes shards and batches of its elements.
-    """
-
-    source: Any
-    cut: Cut
-
-    def __iter__(self) -> ShardIterator:
-        """Returns itself; in a ``tf.function``, where a ``for`` over it never ends, raises."""
-        if tf.inside_function():
-            raise DataError(
-                "A for loop over an iterator inside a tf.function would be unrolled forever. Write "
-                "for batch in data, over the dataset itself, or call next(iterator)."
-            )
-        return self
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __next__(self) -> Any:
-        """Returns the next batch of shards.
-
-        Raises:
-            StopIteration: The data has ended (inside a ``tf.function``:
-                ``tf.errors.OutOfRangeError`` when it runs).
-            DataError: The batch has no rows, or its tensors differ in their number of rows.
-        """
-        if tf.inside_function():
-            return self.get_next()
-        try:
-            return self.cut.to_batch(next(self.source))
-        except tf.errors.InvalidArgumentError as error:
-            raise as_data_error(error) from None
-
-    def get_next(self) -> Any:
-        """Returns the next batch; at the end raises ``OutOfRangeError``, as TensorFlow's does."""
-        try:
-            element = self.source.get_next()
-        except ValueError as error:
-            # TensorFlow notices that Python repeats this call, and never ends.
-            if "unusually high number" not in str(error):
-                raise
-            raise DataError(
-                "A loop of Python over the data inside a tf.function would be unrolled forever. "
-                "Received: enumerate(data), zip(data, ...) or a comprehension. Write for batch in "
-                "data, and count with a tensor: number += 1."
-            ) from error
-        return self.cut.to_batch(element)
-
-    def get_next_as_optional(self) -> NextBatch:
-        """Returns the next batch if there is one: ``has_value()`` tells, ``get_value()`` has it."""
-        return NextBatch(self.source.get_next_as_optional(), self.cut)
-
-    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
-        """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""
-        return (self.cut,), (self.source,)
-
-    @classmethod
-    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> ShardIterator:
-        """Inverts ``__tf_flatten__``."""
-        return cls(components[0], metadata[0])

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-from tfmultigpu import _compat
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
+from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tuples, tensors_of
+from tfmultigpu.data.reader import Reader
 from tfmultigpu.errors import DataError
 
 
-def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]:
-    """Returns data as a dataset of global batches, which can be iterated any number of times."""
+class GlobalBatches(NamedTuple):
+    """Data as a dataset of global batches, which can be iterated any number of times.
+
+    Attributes:
+        dataset: The batches.
+        reader: What makes them in Python; None if TensorFlow does.
+    """
+
+    dataset: tf.data.Dataset[Any]
+    reader: Reader | None = None
+
+
+def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
+    """Returns data of any kind as global batches."""
     check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
             "An iterator can be read once, and inspecting it would lose batches. Received: "
             f"{type(data).__name__}. Give its function, make_batches, not make_batches()."
         )
-    passes: Any = data
-    if not (isinstance(data, tf.data.Dataset) or callable(data)):
-        passes = None if is_arrays(data) else _compat.passes_of_keras(data)
-    if passes is None:
+    reader = None
+    is_dataset = isinstance(data, tf.data.Dataset)
+    if not is_dataset and callable(data):
+        reader = Reader.of_function(data)
+    elif not is_dataset and not is_arrays(data):
+        reader = Reader.of_keras(data)
+    if not is_dataset and reader is None:
         arrays = tensors_of_arrays(data)
         if batch_size is None:
             raise DataError(
@@ -34,17 +47,17 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
                 "tmg.distribute_dataset((x, y), strategy, batch_size=64)."
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
-        return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size))
+        return GlobalBatches(untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)))
     if batch_size is not None:
         raise DataError(
             f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself. "
             f"Received: batch_size={batch_size}. Leave batch_size out of this call. If the data "
             f"has single examples, add .batch({batch_size}) in the line that makes the dataset."
         )
-    if isinstance(data, tf.data.Dataset):
-        return data
-    made = _Passes(passes)
-    return untuned(tf.data.Dataset.from_generator(made, output_signature=made.spec))
+    if reader is None:
+        return GlobalBatches(data)
+    made = tf.data.Dataset.from_generator(reader, output_signature=reader.spec)
+    return GlobalBatches(untuned(made), reader)
 
 
 def untuned(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
@@ -92,10 +105,10 @@ def tensors_of_arrays(data: Any) -> Any:
 
     A list of arrays is ``(x,)``, in which x is a tuple of several inputs, as in Keras.
     """
-    if isinstance(data, list) and any(map(_holds_arrays, data)):
+    if isinstance(data, list) and any(map(holds_arrays, data)):
         data = (data,)
     try:
-        arrays = tf.nest.map_structure(_array_to_tensor, _lists_to_tuples(data))
+        arrays = tf.nest.map_structure(_array_to_tensor, lists_to_tuples(data))
     except (TypeError, ValueError) as error:
         received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
@@ -120,79 +133,3 @@ def _array_to_tensor(value: Any) -> Any:
         raise TypeError(f"{type(value).__name__} is not an array")
     with tf.device("CPU:0"):  # Where tf.data reads it: all data need not fit into a GPU.
         return tf.convert_to_tensor(value)
-
-
-def _lists_to_tuples(batch: Any) -> Any:
-    """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
-    if isinstance(batch, list) and not any(map(_holds_arrays, batch)):
-        return np.asarray(batch)
-    if isinstance(batch, Mapping):
-        return {name: _lists_to_tuples(item) for name, item in batch.items()}
-    if not isinstance(batch, (list, tuple)):
-        return batch
-    items = map(_lists_to_tuples, batch)
-    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-
-
-def _holds_arrays(item: Any) -> bool:
-    if isinstance(item, (list, tuple)):
-        return any(map(_holds_arrays, item))
-    return isinstance(item, Mapping) or len(getattr(item, "shape", ())) > 0
-
-
-class _Passes:
-    """Fresh iterators of batches; the first pass continues the iterator that was inspected.
-
-    Attributes:
-        spec: Type specs of a batch. An axis that differs between the first two batches is unknown.
-    """
-
-    def __init__(self, make_batches: Callable[[], Any]) -> None:
-        """Reads the first two batches, and keeps them for the first pass."""
-        self._make = make_batches
-        self._first = iter(make_batches())
-        seen = [_to_tensors_or_arrays(batch) for batch in itertools.islice(self._first, 2)]
-        if not seen:
-            raise DataError(
-                f"The data yields no batches. Received: {getattr(make_batches, '__name__', '')!r}."
-            )
-        first, second = (tf.nest.map_structure(_spec_of, seen[i]) for i in (0, -1))
-        self.spec = tf.nest.map_structure(
-            lambda spec, other: spec.most_specific_common_supertype([other]) or spec, first, second
-        )
-        self._next_pass: Iterator[Any] | None = itertools.chain(seen, self._first)
-
-    def __call__(self) -> Iterator[Any]:
-        """Begins a pass."""
-        batches, self._next_pass = self._next_pass, None
-        if batches is None:
-            batches = iter(self._make())
-            if batches is self._first:
-                raise DataError(
-                    "The function returns the same iterator each time, so the second pass would "
-                    "have no data. Make the generator inside the function."
-                )
-        return map(self._checked, batches)
-
-    def _checked(self, batch: Any) -> Any:
-        """Returns a batch; TensorFlow would convert one of another type, and drop fractions."""
-        batch = _to_tensors_or_arrays(batch)
-        for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
-            if getattr(spec, "dtype", None) != getattr(leaf, "dtype", None):
-                raise DataError(
-                    "The batches of the generator differ in their types. Received: "
-                    f"{leaf!r}, after {spec}."
-                )
-        return batch
-
-
-def _to_tensors_or_arrays(batch: Any) -> Any:
-    return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf),
-        _lists_to_tuples(batch),
-    )
-
-
-def _spec_of(leaf: Any) -> Any:
-    spec = tf.type_spec_from_value(leaf)
-    return spec if leaf is None else any_rows(spec)

@@ -89,13 +89,13 @@ def evaluate(
     refuse_own_methods(model, "evaluate")
     check_steps(steps)
     data = labelled(data, x, y, sample_weight, "evaluate")
-    feed = feed_of(model, "evaluation", data, strategy, batch_size, steps)
-    loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
-    check_values_alike(strategy, model)
-    hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
-    hooks.serve(loop)
-    with _keeping_metrics(model, strategy):
-        logs = _run(hooks, steps)
+    with feed_of(model, "evaluation", data, strategy, batch_size, steps) as feed:
+        loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
+        check_values_alike(strategy, model)
+        hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
+        hooks.serve(loop)
+        with _keeping_metrics(model, strategy):
+            logs = _run(hooks, steps)
     # Keras knows the order of losses only where it has built them itself.
     return logs if return_dict else as_list(model, logs)
 

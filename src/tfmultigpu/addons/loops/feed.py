@@ -86,12 +86,38 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         """The type specs of a batch."""
         return self.batches.cut.element_spec
 
+    def on_epoch_end(self) -> None:
+        """Ends an epoch, or what was before the first one, for an object of the user that asks."""
+        if self.batches.reader is not None:
+            self.batches.reader.end()
+
+    # What owns the iterator. ---------------------------------------------------------------------
+
+    def __enter__(self) -> Feed:
+        """Returns the feed, which keeps an iterator for the length of this block only."""
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Lets go of the iterator, and ends it where a traceback holds it as well."""
+        iterator, self.iterator = self.iterator, None
+        if iterator is not None and kind is not None:
+            iterator.close()
+        del iterator  # The thread that reads ahead has ended after this.
+        if self.batches.reader is not None:
+            self.batches.reader.end_pass()
+            self.batches.reader.read_by(None, continues=False)
+
     # What the steps ask for. ---------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Begins an epoch, and a new pass if one is due."""
+        reader = self.batches.reader
+        if reader is not None:
+            reader.read_by(self._asked, continues=self._continues)
         if self.iterator is None or not self._continues or self._left_in_pass == 0:
             self._begin_pass()
+        elif reader is not None:  # The iterator of the epoch before has read no further than that.
+            self._iterate()
         self._left_in_epoch, self._done = self._asked, 0
 
     def most(self, steps: int) -> int:
@@ -123,11 +149,17 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
     def _begin_pass(self) -> None:
         # One iterator of pass after pass goes on, unless a pass was broken off.
         if self.iterator is None or not self._repeats or self._left_in_pass:
-            self.iterator = iter(self.batches)
+            if self.batches.reader is not None:
+                self.batches.reader.end_pass()
+            self._iterate()
             if self._position is not None:
                 self._position.step_in_epoch = 0
         self._left_in_pass = self._per_pass
         self._is_new_pass = True
+
+    def _iterate(self) -> None:
+        self.iterator = None  # It reads no more when a PyDataset hears that the next epoch begins.
+        self.iterator = iter(self.batches)
 
     def _warn(self) -> None:
         warnings.warn(
@@ -156,9 +188,11 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             every = isinstance(frequency, Collection)
             is_due = epoch + 1 in frequency if every else not (epoch + 1) % int(frequency)
             if is_due and not validation._repeats:
+                validation.on_epoch_end()
                 validation.begin_epoch()
                 if not begin_unread(validation.batches.batches):
                     read_over(validation.iterator.source, validation.steps)
+                validation.on_epoch_end()
 
         if isinstance(self.batches, PositionedDataset):
             self.batches.passed_over = lambda epochs: skip(first + epochs)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmultigpu._compat import is_part_of_keras, profiles_batches
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
+from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import check_alike, check_same_training, union
 from tfmultigpu.data.positioned import Position
@@ -59,6 +60,10 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self.evaluation = loop
         loop.hooks = self
 
+    def read(self, feed: Feed) -> None:
+        """Begins to read the data of a prediction once its callbacks know that it begins."""
+        self._predicted = feed
+
     def every_batches(self, mode: str) -> list[int]:
         """Returns the numbers of batches after which callbacks of any worker want to be called."""
         wanted = [every_batches(callback, mode) for callback in self.callbacks]
@@ -80,6 +85,11 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_test_begin(logs)
         self.evaluation.feed.begin_epoch()
         self.evaluation.begin()
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Begins the pass of a prediction."""
+        super().on_predict_begin(logs)
+        self._predicted.begin_epoch()
 
     def _of_the_loop(self, batch: int, logs: Any = None) -> None:
         """Does nothing: Keras counts each batch, and a loop calls the hooks itself."""

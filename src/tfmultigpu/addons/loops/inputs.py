@@ -18,7 +18,7 @@ from tfmultigpu.data.class_weights import weighting
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
-from tfmultigpu.data.sources import is_arrays, tensors_of_arrays, to_dataset
+from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
 
@@ -122,6 +122,8 @@ def feed_of(
         if position is not None and not isinstance(batches, PositionedDataset):
             batches = position_data(batches, strategy, position, is_compared=False)
             batches.pass_over(position.epoch)
+        if purpose == "prediction" and batches.reader is not None:
+            batches.reader.owe_no_end()  # As in Keras, whose fit and evaluate begin with an end.
         return Feed(data, batches, per_pass, steps, continues=trains, position=position)
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
@@ -153,10 +155,12 @@ def _distributed(
 ) -> ShardedDataset:
     """Returns batches as shards; of data that is distributed already no argument may change it."""
     if not isinstance(data, ShardedDataset):
-        source = to_dataset(data, batch_size)
+        batches = distribute_dataset(data, strategy, batch_size=batch_size, shares=shares)
         if class_weight is not None:
-            source = source.map(weighting(class_weight), num_parallel_calls=tf.data.AUTOTUNE)
-        return distribute_dataset(source, strategy, shares=shares)
+            weigh = weighting(class_weight)
+            weighted = batches.batches.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
+            batches = batches.with_batches(weighted)
+        return batches
     if data.strategy is not strategy:
         raise DataError(
             "The data was distributed for another strategy than that of the model. Received: data "
@@ -178,11 +182,9 @@ def _length(data: Any, batches: ShardedDataset, steps: int | None, name: str) ->
     batches_of_pass = batches.cardinality()
     if batches_of_pass >= 0:
         return batches_of_pass
-    # A PyDataset knows its length, and that it has no end; the generator made of it does not.
-    own = getattr(data, "num_batches", 0)
-    if steps is None and (own is None or batches_of_pass == tf.data.INFINITE_CARDINALITY):
+    if steps is None and batches_of_pass == tf.data.INFINITE_CARDINALITY:
         raise DataError(
             "The data has no end, so a pass over it would never finish. Received: "
             f"{type(data).__name__} and {name}=None. Write {name}=100, or leave out .repeat()."
         )
-    return int(own) if own else None
+    return None

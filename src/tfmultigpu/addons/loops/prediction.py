@@ -76,34 +76,34 @@ def predict(
     data = labelled(data, x, None, None, "predict")
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
-    feed = feed_of(model, "prediction", data, strategy, batch_size, steps)
-    build_if_needed(model, strategy, feed.element_spec)
-    proxy: Any = weakref.proxy(model)
-    key = strategy, tuple(id(variable) for variable in proxy.variables), verify
-    step = get_or_make(
-        model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
-    )
-    check_values_alike(strategy, model)
-    hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
-    waiting: deque[Any] = deque()
-    outputs: list[Any] = []
-    feed.begin_epoch()
+    with feed_of(model, "prediction", data, strategy, batch_size, steps) as feed:
+        build_if_needed(model, strategy, feed.element_spec)
+        proxy: Any = weakref.proxy(model)
+        key = strategy, tuple(id(variable) for variable in proxy.variables), verify
+        step = get_or_make(
+            model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
+        )
+        check_values_alike(strategy, model)
+        hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
+        waiting: deque[Any] = deque()
+        outputs: list[Any] = []
+        hooks.read(feed)
 
-    def run(_: Any) -> tuple[()]:
-        hooks.outputs = step(next(feed.iterator))
-        waiting.append(hooks.outputs)
-        if len(waiting) > _AHEAD:
-            outputs.append(_to_host(waiting.popleft()))
-        return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
+        def run(_: Any) -> tuple[()]:
+            hooks.outputs = step(next(feed.iterator))
+            waiting.append(hooks.outputs)
+            if len(waiting) > _AHEAD:
+                outputs.append(_to_host(waiting.popleft()))
+            return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
 
-    of_loop = OfLoop(
-        model, predict_function=run, make_predict_function=lambda: run, steps_per_execution=1
-    )
-    try:
-        run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks, of_loop=of_loop)
-    except UnboundLocalError:  # Of Keras, without data.
-        if waiting:
-            raise
+        of_loop = OfLoop(
+            model, predict_function=run, make_predict_function=lambda: run, steps_per_execution=1
+        )
+        try:
+            run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks, of_loop=of_loop)
+        except UnboundLocalError:  # Of Keras, without data.
+            if waiting:
+                raise
     outputs.extend(_to_host(output) for output in waiting)
     if not outputs:
         raise no_batches(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import keras
@@ -156,12 +157,14 @@ def fit(
         callbacks, model, strategy, verbose=kwargs.pop("verbose"), step=step,
         epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],
     )  # fmt: skip
-    try:
+    with ExitStack() as owned:
+        owned.callback(hooks.exit)
         feed = feed_of(
             model, "training", data, strategy, kwargs["batch_size"], kwargs["steps_per_epoch"],
             shuffle=kwargs.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
             class_weight=kwargs.pop("class_weight"), shares=shares, position=hooks.position,
         )  # fmt: skip
+        owned.enter_context(feed)
         loop = program.training_loop(feed, width)
         if kwargs["validation_data"] is not None:
             size = kwargs["validation_batch_size"] or kwargs["batch_size"]
@@ -169,6 +172,7 @@ def fit(
                 model, "validation", kwargs["validation_data"], strategy, size,
                 kwargs["validation_steps"],
             )  # fmt: skip
+            owned.enter_context(validation)
             program.check_validation()
             frequency, start = kwargs["validation_freq"], hooks.start
             feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
@@ -178,10 +182,10 @@ def fit(
         for part in loop.step.train_steps:
             check_values_alike(strategy, part.model, part.optimizer)
         kwargs |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
-        with setting(model, **around(loop), **evaluation_methods(model, verify, hooks)):
-            return run_keras(model, "fit", feed, **kwargs)
-    finally:
-        hooks.exit()
+        owned.enter_context(
+            setting(model, **around(loop), **evaluation_methods(model, verify, hooks))
+        )
+        return run_keras(model, "fit", feed, **kwargs)
 
 
 def _steps_of_a_call(model: Any, steps: Any) -> int | None:
