@@ -5,6 +5,7 @@ from __future__ import annotations
 from block_mutations import BLOCKS
 from float16_mutations import FLOAT16
 from foreign_mutations import FOREIGN
+from hooks_mutations import HOOKS
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
@@ -18,5 +19,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES),
-    *(*FLOAT16, *STATE, *THREADS, *FOREIGN, *REMAT),
+    *(*FLOAT16, *STATE, *THREADS, *FOREIGN, *REMAT, *HOOKS),
 )

@@ -30,8 +30,9 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         if sample_weight is not None or y is None or tf.nest.is_nested(y):
             raise DataError(
                 "Class weights and sample weights cannot be combined, and class weights are for "
-                f"one output. Received: class_weight={weights!r}, labels {y!r} and sample weights "
-                f"{sample_weight!r}. Give sample weights for each output: (x, y, sample_weight)."
+                f"one output. Received: class_weight={weights!r}, labels of shape {_shapes_of(y)}, "
+                f"sample weights of shape {_shapes_of(sample_weight)}. Give sample weights for "
+                "each output: (x, y, sample_weight)."
             )
         if y.shape.rank > 1 and y.shape[-1] > 1:  # One-hot.
             labels = tf.argmax(y, axis=-1, output_type=tf.int32)
@@ -43,3 +44,8 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         return x, y, tf.reshape(tf.where(tf.gather(keys, places) == flat, own, 1), tf.shape(labels))
 
     return weigh
+
+
+def _shapes_of(tensors: Any) -> Any:
+    """Returns the shapes of tensors in their structure: an error shows no value of a row."""
+    return tf.nest.map_structure(lambda leaf: getattr(leaf, "shape", leaf), tensors)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tuples, tensors_of
 from tfmultigpu.data.reader import Reader
+from tfmultigpu.data.tables import columns_as_array
 from tfmultigpu.errors import DataError
 
 
@@ -109,6 +110,8 @@ def tensors_of_arrays(data: Any) -> Any:
         data = (data,)
     try:
         arrays = tf.nest.map_structure(_array_to_tensor, lists_to_tuples(data))
+    except DataError:
+        raise
     except (TypeError, ValueError) as error:
         received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
@@ -129,6 +132,7 @@ def tensors_of_arrays(data: Any) -> Any:
 def _array_to_tensor(value: Any) -> Any:
     if value is None or tf.is_tensor(value):
         return value
+    value = columns_as_array(value)
     if not hasattr(value, "__array__"):
         raise TypeError(f"{type(value).__name__} is not an array")
     with tf.device("CPU:0"):  # Where tf.data reads it: all data need not fit into a GPU.

@@ -1,0 +1,51 @@
+"""What loops let go of, and when they call the objects of a user, broken on purpose."""
+
+from __future__ import annotations
+
+from mutation import broken
+
+HOOKS = (
+    broken(
+        "a loop that is over keeps its iterator",
+        "iterator, self.iterator = self.iterator, None",
+        "iterator = self.iterator",
+        "test_let_go.py::test_a_generator_ends_with_the_loop_that_reads_it[2]",
+    ),
+    broken(
+        "an error keeps the iterator of its loop",
+        "if iterator is not None and kind is not None:",
+        "if False:",
+        "test_let_go.py::test_a_generator_ends_with_the_loop_that_reads_it[2]",
+    ),
+    broken(
+        "a PyDataset does not hear that an epoch ends",
+        "self.batches.reader.end()",
+        "pass",
+        "test_py_datasets.py::test_a_py_dataset_that_shuffles_itself_trains_as_in_keras[3]",
+    ),
+    broken(
+        "predict ends an epoch before it begins one",
+        "batches.reader.owe_no_end()",
+        "pass",
+        "test_py_datasets.py::test_a_py_dataset_that_shuffles_itself_trains_as_in_keras[3]",
+    ),
+    broken(
+        "batches of the next epoch are read before it begins",
+        "reader.read_by(self._asked, continues=self._continues)",
+        "reader.read_by(None, continues=self._continues)",
+        "test_py_datasets.py::test_no_batch_is_read_before_its_epoch[3]",
+    ),
+    broken(
+        "a batch that was looked at is trained on in the order before on_epoch_end",
+        "reader = cls(reading.batches, _look_at(reading.looked_at()), type(data).__name__)",
+        "reader = cls(reading.batches, _look_at(first := reading.batches()), type(data).__name__)\n"
+        "        reader._pass = first",
+        "test_py_datasets.py::test_no_batch_is_read_before_its_epoch[3]",
+    ),
+    broken(
+        "what a user holds is open when Python ends",
+        "_open.add(iterator)",
+        "pass",
+        "test_let_go.py::test_a_process_ends_after_loops_of_every_kind",
+    ),
+)
