@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+import threading
 from pathlib import Path
 
 import keras
@@ -461,3 +463,29 @@ def test_a_mask_is_attached_as_keras_does():
     whole = keras.layers.GlobalAveragePooling1D()(tensor[..., None] * [[[1.0], [5.0], [3.0]]])
     assert float(whole[0, 0]) == 3.0
     assert _compat.keras_mask(tensor) is mask
+
+
+def test_keras_says_how_it_reads_batches_and_what_reads_them_ahead():
+    class Numbers(keras.utils.PyDataset):
+        num_batches = 4
+
+        def __getitem__(self, index):
+            return (np.full(2, index),)
+
+    assert _compat.reading_of_keras(np.zeros(3)) is None
+    assert _compat.reading_of_keras(object()) is None
+    for workers in (1, 2):
+        data = Numbers(workers=workers)
+        reading = _compat.reading_of_keras(data)
+        assert reading.hooks is data
+        assert [batch[0].tolist() for batch in reading.batches()] == [[i, i] for i in range(4)]
+        before = threading.active_count()
+        assert len(list(reading.looked_at())) == 4
+        assert threading.active_count() == before, "on this thread"
+        broken_off = reading.batches()
+        next(broken_off)
+        broken_off.close()
+        # Keras names the thread that fills the queue, and joins it when it stops the enqueuer.
+        assert not [one for one in threading.enumerate() if one.name.startswith("Worker_")]
+    adapters = pkgutil.resolve_name("keras.src.trainers.data_adapters")
+    assert adapters.get_data_adapter(data).enqueuer is not None

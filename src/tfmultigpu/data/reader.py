@@ -33,14 +33,18 @@ class Reader:
         cardinality: Batches of a pass, negative as of a ``tf.data.Dataset``.
     """
 
-    def __init__(self, begin: Callable[[], Any], looked_at: list[Any], name: str) -> None:
-        """Use ``of_function`` or ``of_keras``."""
+    def __init__(
+        self, begin: Callable[[], Any], looked_at: list[Any], name: str, hooks: Any = None
+    ) -> None:
+        """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
         if not looked_at:
             raise DataError(f"The data yields no batches. Received: {name!r}.")
         self.spec = _spec_of_batches(looked_at)
         self.cardinality: int = tf.data.UNKNOWN_CARDINALITY
-        self._begin = begin
-        self._hooks: Any = None
+        if hooks is not None:
+            length = hooks.num_batches
+            self.cardinality = tf.data.INFINITE_CARDINALITY if length is None else length
+        self._begin, self._hooks = begin, hooks
         # Keras ends an epoch before the first one begins.
         self._has_ended = False
         self._most: int | None = None
@@ -76,12 +80,8 @@ class Reader:
         if reading is None:
             return None
         # Keras makes these once more for the first pass, which on_epoch_end may have shuffled.
-        reader = cls(reading.batches, _look_at(reading.looked_at()), type(data).__name__)
-        if reading.hooks is not None:
-            reader._hooks = reading.hooks
-            length = reading.hooks.num_batches
-            reader.cardinality = tf.data.INFINITE_CARDINALITY if length is None else length
-        return reader
+        looked_at = _look_at(reading.looked_at())
+        return cls(reading.batches, looked_at, type(data).__name__, reading.hooks)
 
     # Between the passes, on the thread that trains. -----------------------------------------------
 
