@@ -417,6 +417,8 @@ def test_operations_are_known_by_their_names():
     assert not _compat.is_variable_handle(table.resource_handle)
     assert _compat.is_variable_handle(tf.Variable(1.0).handle)
     assert _compat.is_variable_handle(tf.random.Generator.from_seed(1).state.handle)
+
+
 def test_a_rematerialized_function_is_known_where_a_graph_calls_it():
     seen = []
 
