@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from types import FrameType
 from typing import Any
@@ -28,10 +27,14 @@ class StopSignal:
         self.received = False
         self._before: list[Any] = []  # The handler of before, while this listens.
 
-    def listen(self) -> None:
-        """Begins to listen, in the main thread; does nothing in other threads."""
-        if not self._before and threading.current_thread() is threading.main_thread():
-            self._before = [signal.signal(self.number, self._note)]
+    def listen(self) -> bool:
+        """Begins to listen, and returns whether it does: Python lets only the main thread do so."""
+        if not self._before:
+            try:
+                self._before = [signal.signal(self.number, self._note)]
+            except ValueError:  # This is another thread.
+                return False
+        return True
 
     def stop_listening(self) -> None:
         """Restores the handler of before, and passes on a signal that nobody has obeyed."""

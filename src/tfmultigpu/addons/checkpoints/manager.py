@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -215,7 +217,15 @@ class Checkpoints(Position):
         save(self.directory, self._exchange, self.step, self.keep)
         if self.data is not None and _FIRST in self._expected and not self.step_in_epoch:
             self.note_data({_FIRST: self.data.hash_of_last_epoch()})
-        self.signal.listen()
+        if not self.signal.listen():
+            name = threading.current_thread().name
+            warnings.warn(
+                "SIGTERM will not be heard, as Python handles signals in the main thread alone: a "
+                "preemption ends the process without a last checkpoint. Received: a training in "
+                f"thread {name!r}. Train in the main thread; if you cannot, save often: "
+                "checkpoints.callback(every_steps=100), or checkpoints.save() in a loop.",
+                stacklevel=2,
+            )
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:

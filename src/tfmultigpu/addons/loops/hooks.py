@@ -14,6 +14,7 @@ from tfmultigpu._compat import is_part_of_keras, profiles_batches
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.feed import Feed
+from tfmultigpu.addons.loops.files import check_files
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import check_alike, check_same_training, union
 from tfmultigpu.data.positioned import Position
@@ -48,6 +49,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         shown = verbose if self._exchange.is_chief else 0
         callbacks = to_list(callbacks)
         check_callbacks(callbacks, model, step)
+        check_files(self._exchange, callbacks, model)
         adapt_callbacks(callbacks, getattr(model, "optimizer", None))
         super().__init__(
             callbacks, add_history=add_history, add_progbar=shown != 0, verbose=shown,

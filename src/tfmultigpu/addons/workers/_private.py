@@ -45,11 +45,12 @@ def cluster_value(name: str, seconds: float) -> str | None:
     """Returns the value that the first worker told; None if it did not within so many seconds.
 
     Private: ``context().get_config_key_value``. Collectives, which are public, cannot be used
-    while a step may run. Without it the data of workers goes unchecked.
+    while a step may run. Without it the data of workers goes unchecked. Another ``OpError`` than
+    the one of a time that is over says that the first worker is gone.
     """
     try:
         return str(_eager_context().get_config_key_value(name, max(1, int(1000 * seconds))))
-    except tf.errors.OpError:
+    except tf.errors.DeadlineExceededError:
         return None
 
 

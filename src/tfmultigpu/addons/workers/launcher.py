@@ -139,7 +139,11 @@ class _Run:
             first = next((i for i in outcome.failed if i not in lost), outcome.failed[0])
             code = outcome.codes[first] or 1
             end = "".join(f"\n  {line}" for line in self._last[first])
-            how = f"{how_it_ended(code)}, the first to fail; all others were stopped"
+            done = [str(i) for i, other in enumerate(outcome.codes) if other == 0]
+            others = "all others were stopped"
+            if done:
+                others = f"worker {', '.join(done)} had nothing left to do and ended with code 0"
+            how = f"{how_it_ended(code)}, the first to fail; {others}"
             _say(f"Worker {first} of {self._workers} {how}. Its output ends with:{end}")
             return code if code > 0 else 128 - code
         joined |= self._served

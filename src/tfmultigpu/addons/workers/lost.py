@@ -89,7 +89,11 @@ class JoinedWorkers:
         """Returns the first worker's value of that name; None if it did not tell it in time."""
         # Only the first worker sets values: while it is frozen, that would stop any other process.
         if self.index > 0:
-            return _private.cluster_value(name, seconds)
+            try:
+                return _private.cluster_value(name, seconds)
+            except tf.errors.OpError:
+                # The first worker is gone: the next step names it, and its data does not matter.
+                return value
         _private.set_cluster_value(name, value)
         return value
 
@@ -122,11 +126,21 @@ class JoinedWorkers:
 
     def _lost(self, ended: dict[int, str], said: str) -> WorkerLostError:
         who = "; then ".join(f"{self._cluster.name(i)}: {how}" for i, how in ended.items())
+        cure = (
+            "Its log has the reason. Start all workers again; they resume from the last checkpoint "
+            "that they restore. `python -m tfmultigpu launch --restarts 3` does so on one machine."
+        )
+        if ended and all(how == FINISHED for how in ended.values()):
+            # The programs differ in what they call: they would do so again.
+            cure = (
+                "This worker made a call that the other did not, and starting again would end in "
+                "the same way. Every worker must make this call: take it, such as "
+                "tmg.evaluate(model, data), out of `if worker == 0:`, and let no worker leave the "
+                "program or a loop before the others."
+            )
         return WorkerLostError(
             "Another worker is gone, and the others cannot continue without it. First to go: "
-            f"{who or 'TensorFlow does not say which'}. Its log has the reason. Start all workers "
-            "again; they resume from the last checkpoint that they restore. `python -m tfmultigpu "
-            f"launch --restarts 3` does so on one machine. TensorFlow says: {said[:_LONGEST]}"
+            f"{who or 'TensorFlow does not say which'}. {cure} TensorFlow says: {said[:_LONGEST]}"
         )
 
     def _watch(self) -> None:
