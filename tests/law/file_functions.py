@@ -19,6 +19,7 @@ from law.model import regression, small
 EPOCHS = 2
 ROWS = 10
 callbacks = keras.callbacks
+_kept: dict[str, Any] = {}
 
 
 def compiled(*layers: Any) -> Any:
@@ -155,3 +156,12 @@ def saved_by_all(folder: str) -> dict[str, Any]:
     kinds = {"CountsRows": CountsRows}
     read = keras.saving.load_model(path, custom_objects=kinds, compile=False)
     return {"error": error, "weights": model.get_weights(), "read": read.get_weights()}
+
+
+def keep_a_model() -> None:
+    """Makes a model while both workers are there."""
+    _kept["model"] = on_workers(compiled)
+
+
+def evaluate_it() -> None:
+    tmg.evaluate(_kept["model"], *data(), verbose=0)

@@ -6,6 +6,7 @@ from block_mutations import BLOCKS
 from float16_mutations import FLOAT16
 from foreign_mutations import FOREIGN
 from hooks_mutations import HOOKS
+from files_mutations import FILES
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
@@ -18,6 +19,6 @@ from worker_mutations import PROCESSES
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
-    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES),
-    *(*FLOAT16, *STATE, *THREADS, *FOREIGN, *REMAT, *HOOKS),
+    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
+    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES),
 )

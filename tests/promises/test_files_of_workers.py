@@ -1,4 +1,4 @@
-"""Several workers do not write one file: an error before the first step, and lines that help."""
+"""Several workers do not write one file, and one of them makes no call alone: lines that help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law import file_functions, worker_functions
-from law.processes import Worker, call_all, pool
+from law.processes import Worker, WorkerRaised, call_all, pool
 
 import tfmultigpu as tmg
 
@@ -75,9 +75,7 @@ def test_one_path_on_two_workers_is_an_error_whose_lines_help(
     assert_close(others, one_device["2"])
     for epoch in ("1", "2"):
         for name in (f"{epoch}.keras", f"alone-{epoch}.keras"):
-            assert_close(
-                keras.saving.load_model(tmp_path / name).get_weights(), one_device[epoch]
-            )
+            assert_close(keras.saving.load_model(tmp_path / name).get_weights(), one_device[epoch])
         model = file_functions.compiled()
         model.load_weights(tmp_path / f"{epoch}.weights.h5")
         assert_close(model.get_weights(), one_device[epoch])
@@ -93,8 +91,9 @@ def test_one_path_on_two_workers_is_an_error_whose_lines_help(
 def test_a_model_that_all_workers_have_to_save(pair: list[Worker], tmp_path: Path) -> None:
     first, second = call_all(pair, file_functions.saved_by_all, str(tmp_path))
     for result in (first, second):
-        assert "ModelCheckpoint on workers 0 of 2, and variables saved/counts_rows/rows" in (
-            result["error"]
+        assert (
+            "ModelCheckpoint on workers 0 of 2, and variables saved/counts_rows/rows"
+            in (result["error"])
         )
         assert_close(result["read"], result["weights"])
     rows = float(file_functions.ROWS * file_functions.EPOCHS)
@@ -110,6 +109,21 @@ def test_a_model_that_all_workers_have_to_save(pair: list[Worker], tmp_path: Pat
     x, _ = file_functions.data()
     exported = tf.saved_model.load(str(tmp_path / "exported"))
     assert_close(exported.serve(x), model(x))
+
+
+# Fails if a worker whose last call the others do not make is told to start all again, which would
+# end in the same way. The pair is over after it.
+def test_a_last_call_of_one_worker_is_not_to_be_started_again(pair: list[Worker]) -> None:
+    call_all(pair, file_functions.keep_a_model)
+    caller, ended = pair
+    ended.end()
+    assert ended.wait() == 0
+    with pytest.raises(WorkerRaised) as raised:
+        caller.call(file_functions.evaluate_it)
+    assert raised.value.kinds[0] == "WorkerLostError", raised.value.text
+    assert "worker 1 of 2" in raised.value.text
+    assert "Every worker must make this call" in raised.value.text
+    assert "Start all workers again" not in raised.value.text
 
 
 # Fails if a program that trains alone is given another path, or is not the first of its workers.

@@ -14,6 +14,7 @@ import tensorflow as tf
 import this_worker
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.workers import _private
 
 pytestmark = pytest.mark.slow
 ROWS, BATCH, EPOCHS = 1001, 48, 2
@@ -120,3 +121,16 @@ def test_workers_that_read_different_data_are_told(both: Any, tmp_path: Path) ->
     for case in ("alike by number", "alike in a dict", "alike by seed"):
         assert first[case] == second[case] == "", case
     assert first["seed"] == second["seed"]  # That of the data is one for all.
+
+
+def late_value() -> list[str | None]:
+    """Returns a value that the first worker never tells, and one that it does."""
+    if this_worker.index() == 0:
+        _private.set_cluster_value("told", "yes")
+        return [None, "yes"]
+    return [_private.cluster_value("never told", 0.2), _private.cluster_value("told", 60.0)]
+
+
+# Every other error says that the first worker is gone, and then nobody waits for its data.
+def test_a_value_that_comes_too_late_is_no_error(both: Any) -> None:
+    assert both(late_value) == [[None, "yes"]] * 2

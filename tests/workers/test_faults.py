@@ -79,6 +79,10 @@ def train(event: str) -> None:
                 time.sleep(5.0)  # As a chief that still writes files does.
                 print("SAVED", flush=True)
             return
+        if number == 20 and event in ("evaluate", "evaluate all"):
+            if worker == 0 or event == "evaluate all":
+                tmg.evaluate(model, X, Y, verbose=0)
+            return
         if number == 20 and worker == 1 and event == "raise":
             raise ValueError("my own")
         if number == 20 and worker == 1 and event == "exit":
@@ -113,6 +117,40 @@ def test_the_other_worker_ends_and_names_it(fault: str) -> None:
     assert_names_the_second(survivor, said)
     victim.send_signal(signal.SIGCONT)
     assert victim.wait(WITHIN) == code, victim.printed()
+
+
+def test_a_last_call_of_one_worker_is_not_blamed_on_the_other() -> None:
+    chief, other = started("evaluate")
+    assert_names_the_second(chief, "its program ended without an error")
+    assert other.wait(WITHIN) == 0
+    printed = chief.printed()
+    assert "Every worker must make this call: take it, such as tmg.evaluate(model, data)" in printed
+    assert "--restarts" not in printed
+    # What the message tells to write.
+    assert [worker.wait(WITHIN) for worker in started("evaluate all")] == [0, 0]
+
+
+def read_alone() -> None:
+    """Reads the first batch on worker 1, while worker 0 does not."""
+    worker_functions.join()
+    data = iter(tmg.distribute_dataset((X, Y), this_worker.strategy(), batch_size=6))
+    print("READY", flush=True)
+    if this_worker.index() == 0:
+        time.sleep(300.0)
+    next(data)
+    print("READ", flush=True)
+
+
+def test_a_killed_first_worker_is_not_blamed_for_being_late() -> None:
+    chief, other = pool().cluster(2)
+    for worker in (chief, other):
+        worker.begin(read_alone)
+    wait_until_printed("READY", chief, other)
+    chief.send_signal(signal.SIGKILL)
+    wait_until_printed("READ\n", other)
+    assert "did not begin to read" not in other.printed()
+    other.end()
+    other.wait(WITHIN)
 
 
 def test_slow_data_keeps_no_process_for_ever() -> None:

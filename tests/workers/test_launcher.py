@@ -112,6 +112,12 @@ def test_the_first_to_fail_is_named_and_gives_the_exit_code(run: Run) -> None:
     assert err.endswith("\n  line 29\n")
 
 
+def test_a_worker_that_had_ended_is_not_said_to_be_stopped(run: Run) -> None:
+    code, _, err = run("sys.exit(3 * me)", workers=2)
+    assert code == 3
+    assert "the first to fail; worker 0 had nothing left to do and ended with code 0." in err
+
+
 def test_all_are_started_again_on_new_ports(run: Run, tmp_path: Path) -> None:
     script = """
         attempt = int(os.environ["TFMULTIGPU_ATTEMPT"])
