@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmultigpu as tmg
 from law import worker_functions
@@ -80,12 +81,16 @@ def inside(folder: Path) -> Iterator[None]:
 def told(model: Any, *used: Any) -> str:
     """Returns the ClusterError of a fit, which has trained nothing; or nothing."""
     steps = int(model.optimizer.iterations.numpy())
+    error: Exception | None = None
     try:
         train(model, *used)
-    except tmg.errors.ClusterError as error:
-        assert int(model.optimizer.iterations.numpy()) == steps
-        return str(error)
-    return ""
+    except (tmg.errors.TfMultiGpuError, tf.errors.OpError) as raised:
+        error = raised
+    if error is None:
+        return ""
+    assert int(model.optimizer.iterations.numpy()) == steps, error
+    assert isinstance(error, tmg.errors.ClusterError)
+    return str(error)
 
 
 def one_path_for_all(folder: str) -> dict[str, str]:
@@ -117,7 +122,7 @@ def run_the_lines(folder: str, message: str) -> list[np.ndarray]:
     own = Path(folder, "first" if tmg.workers.is_first() else "second")
     own.mkdir()
     used = [make(paths[name]) for name, make in writers().items()]
-    train(model, *used, callbacks.CSVLogger(own / "losses.csv"))
+    assert told(model, *used, callbacks.CSVLogger(own / "losses.csv")) == ""
 
     again = on_workers(compiled)
     callback = callbacks.ModelCheckpoint(f"{folder}/alone-{{epoch}}.keras")
