@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from block_mutations import BLOCKS
+<<<<<<< HEAD
 from float16_mutations import FLOAT16
 from foreign_mutations import FOREIGN
 from hooks_mutations import HOOKS
+=======
+>>>>>>> e3e0b4d (Imports of mutations in order)
 from files_mutations import FILES
+from float16_mutations import FLOAT16
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
