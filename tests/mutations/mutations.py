@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from block_mutations import BLOCKS
-<<<<<<< HEAD
+from files_mutations import FILES
 from float16_mutations import FLOAT16
 from foreign_mutations import FOREIGN
 from hooks_mutations import HOOKS
-=======
->>>>>>> e3e0b4d (Imports of mutations in order)
-from files_mutations import FILES
-from float16_mutations import FLOAT16
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
@@ -23,6 +19,6 @@ from worker_mutations import PROCESSES
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
-    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
-    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES),
+    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16),
+    *(*STATE, *THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES),
 )
