@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.addons.testing import functions
+from tfmultigpu.addons.testing.differences import (
+    Difference,
+    ReplicaInvarianceError,
+    difference,
+    differs,
+    tell,
+)
 from tfmultigpu.addons.testing.reference import OneDevice, Training
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
@@ -18,40 +25,23 @@ from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.strategies.scopes import check_backend
 
+__all__ = ["Difference", "ReplicaInvarianceError", "assert_replica_invariant", "difference"]
+
 Quantities: TypeAlias = list[tuple[str, Any]]  # Names and values after a step.
 
 
-class ReplicaInvarianceError(AssertionError):
-    """Training on several replicas differs from training on one device."""
+@overload
+def assert_replica_invariant(
+    build: Callable[[tf.distribute.Strategy], Any],
+    *,
+    replicas: int | Sequence[int] = 2,
+    strategy: tf.distribute.Strategy | None = None,
+    tolerance: float = 1e-6,
+    tolerances: Mapping[str, float] | None = None,
+) -> Difference: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The largest difference of one quantity.
-
-    Attributes:
-        quantity: The name of the quantity, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
-        step: The step after which the difference was largest, from 1 on; 0 is before training.
-        amount: The size: absolute below one, relative above; infinity if the shapes differ.
-        place: The index in the array.
-        expected: The value on one device.
-        actual: The value on the replicas.
-    """
-
-    quantity: str
-    step: int
-    amount: float
-    place: tuple[int, ...] = ()
-    expected: Any = None
-    actual: Any = None
-
-    def __str__(self) -> str:
-        """Formats the difference as one line."""
-        index = str(list(self.place)) if self.place else ""
-        values = f"{self.actual!s} instead of {self.expected!s}"
-        return f"{self.quantity}{index}: {values}, off by {self.amount:.1e}"
-
-
+@overload
 def assert_replica_invariant(
     build: Callable[[], Training],
     dataset: Any,
@@ -63,18 +53,37 @@ def assert_replica_invariant(
     tolerances: Mapping[str, float] | None = None,
     predict: bool = True,
     **options: Any,
+) -> Difference: ...
+
+
+def assert_replica_invariant(
+    build: Callable[..., Any],
+    dataset: Any = None,
+    *,
+    replicas: int | Sequence[int] = 2,
+    strategy: tf.distribute.Strategy | None = None,
+    shares: Sequence[float] | None = None,
+    tolerance: float = 1e-6,
+    tolerances: Mapping[str, float] | None = None,
+    predict: bool = True,
+    **options: Any,
 ) -> Difference:
     """Asserts that training on several replicas equals training on one device.
 
-    Trains twice on the same global batches: on one device with a plain loop of Keras and
-    TensorFlow, and on replicas with ``make_train_step``. Compares the loss, the gradient norm and
-    all variables after every step, and at the end metrics, evaluation and predictions.
+    With a dataset it trains twice on the same global batches: on one device with a plain loop of
+    Keras and TensorFlow, and on replicas with ``make_train_step``. Compares the loss, the gradient
+    norm and all variables after every step, and at the end metrics, evaluation and predictions.
+
+    Without a dataset it tests a loop of your own, or of another library: it calls
+    ``train(strategy)`` for one device and for the replicas, and compares what that returns.
 
     Args:
         build: Makes a ``Training``. Called once for each side, inside the scope of the strategy and
-            after ``keras.utils.set_random_seed(0)``.
+            after ``keras.utils.set_random_seed(0)``. Without a dataset: ``train(strategy)``, which
+            makes model and data, trains, and returns arrays or variables, alone or in dicts and
+            lists. Called outside the scope, after ``keras.utils.set_random_seed(0)``.
         dataset: Global batches: a ``tf.data.Dataset``, or a list of ``(x, y)`` or ``(x, y,
-            sample_weight)``.
+            sample_weight)``. None for a function that takes the strategy.
         replicas: Number of replicas, on the GPUs or logical CPUs of this process (see
             ``virtual_devices``); or several numbers.
         strategy: The strategy, in place of ``replicas``; also that of several workers.
@@ -90,7 +99,8 @@ def assert_replica_invariant(
     Raises:
         ReplicaInvarianceError: A difference is above its tolerance. This ``AssertionError`` names
             the variable, the step and the difference.
-        TfMultiGpuError: ``build`` does not return a ``Training``, or there is no data.
+        TfMultiGpuError: ``build`` does not return a ``Training``, or there is no data; or ``train``
+            returns what cannot be compared.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -103,30 +113,31 @@ def assert_replica_invariant(
         ('CPU:0', 'CPU:1')
         >>> tmg.testing.assert_replica_invariant(build, batches, replicas=2).amount < 1e-6
         True
+        >>> def train(strategy):
+        ...     with strategy.scope():
+        ...         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...         step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
+        ...     return [step(batch)["loss"] for batch in batches], model.get_weights()
+        >>> tmg.testing.assert_replica_invariant(train, replicas=2).amount < 1e-6
+        True
     """
     counts = [check_count("replicas", count) for count in np.atleast_1d(replicas)]
     if not counts or not tolerance >= 0:
         raise ValueError(f"Received: replicas={replicas!r}, tolerance={tolerance!r}.")
-    batches = [] if isinstance(dataset, tuple) else list(dataset)
-    if not batches:
-        raise TfMultiGpuError(
-            f"dataset must yield global batches. Received: {type(dataset).__name__} of "
-            f"{len(batches)} batches. Give a list of batches [(x, y), (x, y)], or "
-            "tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
-        )
-    batches = tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
-        batches,
-    )
 
     def allowed(quantity: str) -> float:
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
         return max(limits, default=tolerance)
 
+    made = (create_strategy(devices=count, fallback=False) for count in counts)
+    strategies = made if strategy is None else [strategy]
+    if dataset is None:
+        _refuse_options({"shares": shares, "predict": None if predict else False, **options})
+        return functions.hold(build, strategies, allowed)
+    batches = _batches_of(dataset)
     expected = list(_train_on_one_device(_build(build), batches, predict))
     largest = Difference("nothing", 0, 0.0)
-    made = (create_strategy(devices=count, fallback=False) for count in counts)
-    for each in made if strategy is None else [strategy]:
+    for each in strategies:
         with each.scope():
             training = _build(build)
         actual = _train_on_replicas(training, batches, predict, each, shares, options)
@@ -137,13 +148,35 @@ def assert_replica_invariant(
             found = [difference(value, other, name, step) for (name, value), (_, other) in pairs]
             wrong = [this for this in found if this.amount > allowed(this.quantity)]
             if wrong:
-                raise ReplicaInvarianceError(
-                    f"Training on replicas differs from one device: {type(each).__name__} with "
-                    f"{each.num_replicas_in_sync} replica(s).\nFirst differences, after step "
-                    f"{wrong[0].step}:\n" + "\n".join(f"  {this}" for this in wrong[:8])
-                )
+                raise tell(f"{differs(each)}\nFirst differences, after step {step}:", wrong)
             largest = max([largest, *found], key=lambda this: this.amount)
     return largest
+
+
+def _refuse_options(alone: Mapping[str, Any]) -> None:
+    """Raises if a function that trains by itself is given what a step takes."""
+    for name, value in alone.items():
+        if value is not None:
+            raise TypeError(
+                "A function that takes the strategy trains and predicts by itself. Received: "
+                f"{name}={value!r}. Leave {name} out, and write it inside the function."
+            )
+
+
+def _batches_of(dataset: Any) -> list[Any]:
+    """Returns the global batches as tensors."""
+    batches = [] if isinstance(dataset, tuple) else list(dataset)
+    if not batches:
+        raise TfMultiGpuError(
+            f"dataset must yield global batches. Received: {type(dataset).__name__} of "
+            f"{len(batches)} batches. Give a list of batches [(x, y), (x, y)], or "
+            "tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
+        )
+
+    def as_tensor(leaf: Any) -> Any:
+        return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(as_tensor, batches)  # type: ignore[no-any-return]
 
 
 def _build(build: Callable[[], Any]) -> Training:
@@ -213,22 +246,3 @@ def _ends(training: Training, batches: list[Any], evaluate: Any, predict: Any) -
         for part in tf.nest.flatten(outputs, expand_composites=True):
             ends.append((f"prediction of batch {i}", part.numpy()))
     return ends
-
-
-def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
-    """Returns the largest difference between two arrays of numbers, strings or booleans."""
-    one, other = np.asarray(expected), np.asarray(actual)
-    if one.shape != other.shape:
-        return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
-    if not one.size:
-        return Difference(quantity, step, 0.0)
-    if one.dtype.kind in "OSUb":
-        amounts = np.where(one == other, 0.0, np.inf)
-    else:
-        wide, found = one.astype("float64"), other.astype("float64")
-        with np.errstate(invalid="ignore", over="ignore"):
-            amounts = np.abs(wide - found) / np.maximum(1.0, np.abs(wide))
-        same = (wide == found) | (np.isnan(wide) & np.isnan(found))
-        amounts = np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
-    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(amounts)), amounts.shape))
-    return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])

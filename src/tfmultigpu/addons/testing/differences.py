@@ -1,0 +1,82 @@
+"""What differs between a training on one device and one on replicas, for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class ReplicaInvarianceError(AssertionError):
+    """Training on several replicas differs from training on one device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity.
+
+    Attributes:
+        quantity: The name of the quantity, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
+        step: The step after which the difference was largest, from 1 on; 0 is before training, and
+            for a function of one's own.
+        amount: The size: absolute below one, relative above; infinity if the shapes differ.
+        place: The index in the array.
+        expected: The value on one device.
+        actual: The value on the replicas.
+    """
+
+    quantity: str
+    step: int
+    amount: float
+    place: tuple[int, ...] = ()
+    expected: Any = None
+    actual: Any = None
+
+    def __str__(self) -> str:
+        """Formats the difference as one line."""
+        index = str(list(self.place)) if self.place else ""
+        values = f"{self.actual!s} instead of {self.expected!s}"
+        return f"{self.quantity}{index}: {values}, off by {self.amount:.1e}{self._relative()}"
+
+    def _relative(self) -> str:
+        # Where the two sizes are not one: below one, the amount is absolute.
+        if not np.isfinite(self.amount) or not 0 < abs(self.expected) < 1:
+            return ""
+        return f" (relative {self.amount / abs(self.expected):.1e})"
+
+
+def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
+    """Returns the largest difference between two arrays of numbers, strings or booleans."""
+    one, other = np.asarray(expected), np.asarray(actual)
+    if one.shape != other.shape:
+        return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
+    if not one.size:
+        return Difference(quantity, step, 0.0)
+    if one.dtype.kind in "OSUb":
+        amounts = np.where(one == other, 0.0, np.inf)
+    else:
+        wide = one.astype("complex128" if one.dtype.kind == "c" else "float64")
+        found = other.astype(wide.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            amounts = np.abs(wide - found) / np.maximum(1.0, np.abs(wide))
+        same = (wide == found) | (np.isnan(wide) & np.isnan(found))
+        amounts = np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
+    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(amounts)), amounts.shape))
+    return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])
+
+
+def differs(strategy: tf.distribute.Strategy) -> str:
+    """Returns the first line of what is told about a strategy."""
+    return (
+        f"Training on replicas differs from one device: {type(strategy).__name__} with "
+        f"{strategy.num_replicas_in_sync} replica(s)."
+    )
+
+
+def tell(title: str, differences: list[Difference]) -> ReplicaInvarianceError:
+    """Returns the error that lists the first differences below a title."""
+    lines = "\n".join(f"  {found}" for found in differences[:8])
+    more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
+    return ReplicaInvarianceError(f"{title}\n{lines}{more}")

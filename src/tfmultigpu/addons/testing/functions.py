@@ -1,0 +1,186 @@
+"""A function ``train(strategy)``, whatever it does inside, run on one device and on replicas.
+
+    for each strategy, one device first:
+        set the seeds; values = train(strategy)
+    compare the values, by name
+
+Nothing is known of the training but what it returns: so a loop by hand, or another library, can be
+held to one device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.addons.testing.differences import Difference, difference, differs, tell
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies import create_strategy
+
+# By name, the array; of a variable with a copy on each replica, all copies.
+Values: TypeAlias = dict[str, list[np.ndarray]]
+Train: TypeAlias = Callable[[tf.distribute.Strategy], Any]
+
+_TWICE = (
+    "train returns something else each time, on one device too: it draws without a seed, or keeps "
+    "state from one call to the next. Create model, optimizer and data inside it, with seeds. The "
+    "second time on one device:"
+)
+_RETURN = "Return arrays, such as model.get_weights(), alone or in dicts and lists."
+
+
+def hold(
+    train: Train,
+    strategies: Iterable[tf.distribute.Strategy],
+    allowed: Callable[[str], float],
+) -> Difference:
+    """Returns the largest difference between one device and these strategies; raises if too large.
+
+    Args:
+        train: A function that takes a strategy.
+        strategies: Those to compare with one device.
+        allowed: The largest difference by the name of an array.
+    """
+    check_function(train)
+    one_device = create_strategy(prefer="one_device", fallback=False)
+    expected = run(train, one_device)
+    check_finite(expected)
+    largest = Difference("nothing", 0, 0.0)
+    for strategy in strategies:
+        differences = compare(expected, run(train, strategy))
+        wrong = above(allowed, differences)
+        if wrong:
+            # Before the replicas are accused: the same function once more on one device.
+            again = above(allowed, compare(expected, run(train, one_device)))
+            raise tell(_TWICE, again) if again else tell(differs(strategy), wrong)
+        largest = max([largest, *differences], key=lambda found: found.amount)
+    return largest
+
+
+def above(allowed: Callable[[str], float], differences: list[Difference]) -> list[Difference]:
+    """Returns the differences that are not allowed."""
+    return [found for found in differences if found.amount > allowed(found.quantity)]
+
+
+def check_function(train: Any) -> None:
+    """Raises if a function does not take a strategy, before anything is trained."""
+    try:
+        inspect.signature(train).bind(None)
+    except (TypeError, ValueError) as error:
+        name = getattr(train, "__name__", type(train).__name__)
+        raise TfMultiGpuError(
+            f"Without a dataset, the function makes its own data and takes the strategy. "
+            f"Received: {name}, {error}. Write def train(strategy), which returns "
+            "model.get_weights(); or give the dataset: assert_replica_invariant(build, batches)."
+        ) from None
+
+
+def run(train: Train, strategy: tf.distribute.Strategy) -> Values:
+    """Returns what a function returns under a strategy, by name, with the seeds set."""
+    keras.utils.set_random_seed(0)
+    values = dict(_named(train(strategy), "result", strategy))
+    if not values:
+        raise TfMultiGpuError(f"train returned nothing to compare. Received: no array. {_RETURN}")
+    return values
+
+
+def check_finite(expected: Values) -> None:
+    """Raises if an array of one device has not one number, so that comparing it says nothing."""
+    for name, (array, *_) in expected.items():
+        if array.size and array.dtype.kind in "fc" and not np.isfinite(array).any():
+            raise TfMultiGpuError(
+                f"One device has no finite number to compare with. Received: {name} of "
+                f"{array.ravel()[0]}. Train so that one device does not diverge: a smaller "
+                "learning rate, fewer steps; or leave that array out."
+            )
+
+
+def compare(expected: Values, actual: Values) -> list[Difference]:
+    """Returns the difference of each array, the largest of the copies of a variable.
+
+    Names that differ in the numbers of Keras' layers alone (``dense``, ``dense_1``) are paired in
+    order: Keras counts layers across the process.
+    """
+    if expected.keys() == actual.keys():
+        pairs = [(name, name) for name in expected]
+    else:
+        pairs = list(zip(expected, actual, strict=False))
+        plain = [_without_numbers(names) for names in (expected, actual)]
+        if plain[0] != plain[1]:
+            missing = [name for name in expected if name not in actual]
+            added = [name for name in actual if name not in expected]
+            named = f"{missing[:4]} on one device alone, {added[:4]} on replicas alone"
+            raise tell(f"train returned other names on replicas: {named}.", [])
+    differences = []
+    for name, other in pairs:
+        (array,) = expected[name][:1]
+        copies = [_compare_arrays(array, copy, name) for copy in actual[other]]
+        differences.append(max(copies, key=lambda found: found.amount))
+    return differences
+
+
+def _compare_arrays(expected: np.ndarray, actual: np.ndarray, name: str) -> Difference:
+    if expected.shape == actual.shape and expected.dtype != actual.dtype:
+        kinds = f"dtype {expected.dtype}", f"dtype {actual.dtype}"
+        return Difference(name, 0, np.inf, (), *kinds)
+    return difference(expected, actual, name)
+
+
+def _without_numbers(names: Any) -> list[str]:
+    return [re.sub(r"_\d+", "", name) for name in names]
+
+
+def _named(
+    value: Any, name: str, strategy: tf.distribute.Strategy
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yields each array of a nested structure, named as one would write it."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(part, f"{name}[{key!r}]", strategy)
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        for place, part in enumerate(value):
+            inner = f"{name}[{place}]" if fields is None else f"{name}.{fields[place]}"
+            yield from _named(part, inner, strategy)
+    elif isinstance(value, keras.Variable | tf.Variable):
+        path = getattr(value, "path", value.name)
+        inner = value.value if isinstance(value, keras.Variable) else value
+        yield f"{name} ({path})", _copies(inner, strategy)
+    elif isinstance(value, tf.distribute.DistributedValues):
+        raise TfMultiGpuError(
+            f"strategy.run returns a value for each replica, and one device has one. Received: "
+            f"{name} of {type(value).__name__}. Return what is computed of all of them: "
+            'strategy.reduce("SUM", value, axis=None), or for rows strategy.gather(value, axis=0).'
+        )
+    elif isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        for place, part in enumerate(tf.nest.flatten(value, expand_composites=True)):
+            yield f"{name}, component {place}", [part.numpy()]
+    elif value is not None:
+        yield name, [_array(value, name)]
+
+
+def _copies(variable: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    # A variable that replicas add up when it is read, as metrics do, is one value.
+    if variable.synchronization == tf.VariableSynchronization.ON_READ:
+        return [np.asarray(tf.convert_to_tensor(variable))]
+    return [np.asarray(copy) for copy in strategy.experimental_local_results(variable)]
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(tf.convert_to_tensor(value) if tf.is_tensor(value) else value)
+    except (TypeError, ValueError):
+        array = np.asarray(None)
+    # An array of objects, or a function or a model that NumPy wraps into one.
+    if array.dtype.kind == "O" and not all(isinstance(v, str | bytes) for v in array.ravel()):
+        raise TfMultiGpuError(
+            f"train returned what cannot be compared. Received: {name} of "
+            f"{type(value).__name__}. {_RETURN}"
+        )
+    return array
