@@ -266,8 +266,9 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
             f"batch, so it depends on how the batch was cut. Received: shape {tuple(values.shape)} "
             f"from {type(loss).__name__}. Return one value per example: "
             "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that needs all examples "
-            "(Dice over a batch, Circle) gets them by tmg.gather_rows(y_pred), and returns values "
-            "of its rows, or the one number for each: tf.fill(tf.shape(y_pred)[:1], value). "
+            "(Dice over a batch, Circle) gets them by tmg.gather_rows(y_pred), and returns the one "
+            "number for each row: tf.fill(tf.shape(y_pred)[:1], value); see "
+            "docs/coupled-losses.md. "
             "Predictions of shape [rows] need an axis: y_true[:, None] and y_pred[:, None]."
         )
     axes = [axis for t in tf.nest.flatten([y_true, y_pred]) for axis in (_shape(t) or [None])[1:]]
