@@ -1,0 +1,47 @@
+"""Each message of the library has an example whose line is run, or a reason why a CPU cannot."""
+
+from __future__ import annotations
+
+import ast
+
+from lines.messages import VALUE, Message, matching, messages, registered
+from lines.without_line import WITHOUT
+
+
+def without_example() -> list[Message]:
+    known = {m for file, words in [*registered(), *WITHOUT] for m in matching(file, words)}
+    return [message for message in messages() if message not in known]
+
+
+# Fails if a message is new, or changed its first words, and no example runs its line.
+def test_each_message_has_an_example() -> None:
+    missing = without_example()
+    assert not missing, "write an example in tests/lines:\n" + "\n".join(map(str, missing))
+
+
+# Fails if an example or a reason is of a message that is gone, or of several.
+def test_each_example_has_one_message() -> None:
+    keys = [*registered(), *WITHOUT]
+    counts = {key: len(matching(*key)) for key in keys}
+    wrong = {key: count for key, count in counts.items() if not count}
+    assert not wrong, f"no message has these words: {wrong}"
+    assert not registered().keys() & WITHOUT.keys()
+
+
+# Fails if an example makes the mistake and does not run the line.
+def test_each_example_ends_with_the_line() -> None:
+    bare = [
+        key for key, node in registered().items() if isinstance(node.body[-1], ast.With)
+        and "told()" in ast.unparse(node.body[-1].items[0])
+    ]  # fmt: skip
+    assert not bare
+
+
+# Fails if messages are not read from the source: what an f-string, a sum, a variable says.
+def test_messages_are_read() -> None:
+    texts = [message.text for message in messages()]
+    assert len(texts) > 200
+    assert any(text.startswith("add is for each replica") for text in texts)
+    assert any(f"must be {VALUE}. Received: {VALUE}={VALUE}." in text for text in texts)
+    assert Message("x.py", 1, f"a{VALUE}b.").says("Error: a[1]b.")
+    assert not Message("x.py", 1, f"a{VALUE}b.").says("a1c.")

@@ -1,0 +1,1 @@
+"""Each message of the library with an example: the mistake, and the line that it tells to write."""

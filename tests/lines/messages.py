@@ -1,0 +1,190 @@
+"""The messages of the library, read from its source; and what an example of one is.
+
+Imports no TensorFlow: ``tests/house`` holds that each message has an example or a reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[2] / "src" / "tfmultigpu"
+HERE = Path(__file__).parent
+VALUE = "\0"  # Stands for what a message fills in.
+BUILTIN = {"ValueError", "TypeError", "ImportError", "RuntimeError", "AttributeError",
+           "NotImplementedError", "FileExistsError"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        file: The file in the package.
+        line: The line of its call.
+        text: What it says, with ``VALUE`` for what is filled in.
+    """
+
+    file: str
+    line: int
+    text: str
+
+    def says(self, said: str) -> bool:
+        """Returns whether a text is this message with any values."""
+        parts = [re.escape(part) for part in self.text.split(VALUE)]
+        return re.search(".*".join(parts), said, re.DOTALL) is not None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text.replace(VALUE, '{}')[:90]}"
+
+
+@functools.cache
+def own_errors() -> frozenset[str]:
+    """Returns the names of the exceptions and warnings that the package defines."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and re.search(r"(Error|Warning)$", node.name):
+                names.add(node.name)
+    return frozenset(names)
+
+
+@functools.cache
+def messages() -> tuple[Message, ...]:
+    """Returns each message of the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        file = path.relative_to(PACKAGE).as_posix()
+        outer = _strings(tree.body)
+        scopes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        for node in ast.walk(tree):
+            given = _argument(node)
+            if given is None:
+                continue
+            around = [scope for scope in scopes if scope.lineno <= node.lineno <= scope.end_lineno]
+            names = dict(outer)
+            for scope in around:
+                names |= _strings(list(ast.walk(scope)))
+            for text in _texts(given, names):
+                if re.search(r"[a-z]{3}", text):
+                    found.append(Message(file, node.lineno, text))
+    return tuple(dict.fromkeys(found))
+
+
+def _argument(node: ast.AST) -> ast.expr | None:
+    """Returns the text of a message, if a node makes one."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        name = _name(node.exc)
+        # A function that makes the error of its first argument.
+        if name not in own_errors() | BUILTIN:
+            return node.exc.args[0]
+    if isinstance(node, ast.Call) and node.args:
+        name = _name(node)
+        if name in own_errors() | BUILTIN or name == "warn":
+            return node.args[0]
+    return None
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _strings(nodes: list[Any]) -> dict[str, list[ast.expr]]:
+    """Returns what names are assigned to, by name."""
+    names: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names.setdefault(node.targets[0].id, []).append(node.value)
+    return names
+
+
+def _texts(node: ast.expr, names: dict[str, list[ast.expr]]) -> list[str]:
+    """Returns the texts that an expression may be."""
+    if isinstance(node, ast.Constant):
+        return [node.value if isinstance(node.value, str) else VALUE]
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body, names), *_texts(node.orelse, names)]
+    if isinstance(node, ast.JoinedStr):
+        parts = [
+            str(value.value) if isinstance(value, ast.Constant) else VALUE for value in node.values
+        ]
+        return ["".join(parts)]
+    if isinstance(node, ast.BinOp):
+        both = _texts(node.left, names), _texts(node.right, names)
+        return [left + right for left in both[0] for right in both[1]]
+    if isinstance(node, ast.Name) and node.id in names:
+        rest = {name: values for name, values in names.items() if name != node.id}
+        return [text for value in names[node.id] for text in _texts(value, rest)]
+    return [VALUE]
+
+
+# Examples -----------------------------------------------------------------------------------------
+
+Told = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A function that makes a mistake in ``with told():`` and then does what the message says."""
+
+    file: str
+    words: str
+    run: Callable[[Told], None]
+
+    def messages(self) -> list[Message]:
+        return matching(self.file, self.words)
+
+
+def matching(file: str, words: str) -> list[Message]:
+    """Returns the messages of a file whose text has these words."""
+    plain = words.replace("{}", VALUE)
+    return [m for m in messages() if m.file == file and plain in m.text]
+
+
+EXAMPLES: list[Example] = []
+
+
+def example(file: str, words: str) -> Callable[[Any], Any]:
+    """Registers an example of the message of a file whose text has these words."""
+
+    def note(run: Any) -> Any:
+        EXAMPLES.append(Example(file, words, run))
+        return run
+
+    return note
+
+
+@contextlib.contextmanager
+def told(expected: list[Message]) -> Iterator[None]:
+    """Holds that what runs in it raises or warns one of these messages, and nothing else."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = None
+        try:
+            yield
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+    texts = [str(warning.message) for warning in caught] if said is None else [said]
+    assert any(message.says(text) for message in expected for text in texts), (
+        f"The mistake is told as {texts or 'nothing'}, not as {[str(m) for m in expected]}"
+    )
+
+
+def registered() -> dict[tuple[str, str], ast.FunctionDef]:
+    """Returns the function of each example by file and words, without importing any."""
+    found = {}
+    for path in sorted(HERE.glob("of_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                if isinstance(decorator, ast.Call) and _name(decorator) == "example":
+                    file, words = (ast.literal_eval(argument) for argument in decorator.args)
+                    found[file, words] = node
+    return found

@@ -1,0 +1,241 @@
+"""Sums of losses and gradients by hand, and their update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from lines.messages import Told, example
+from lines.parts import X, Y, dense, made, optimizer_of, step, strategy_of, window
+
+
+def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> Any:
+    """Returns what replicas get that differentiate ``loss(labels, outputs)``."""
+    strategy, model = strategy or strategy_of(2), model or made()
+
+    def replica() -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(Y, model(X))
+        return tape.gradient(value, model.trainable_variables)
+
+    return tf.function(lambda: strategy.run(replica), autograph=False)()
+
+
+@example("accumulation/accumulator.py", "The accumulator is of another scope")
+def accumulator_of_another_scope(told: Told) -> None:
+    accumulator = window(made().trainable_variables)
+    with told():
+        strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
+    accumulator = window(made(replicas=3).trainable_variables, 3)
+    strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
+
+
+@example("accumulation/accumulator.py", "no variables. Build the model")
+def accumulator_of_a_model(told: Told) -> None:
+    model = made()
+    with told():
+        window(model)
+    window(model.trainable_variables)
+
+
+@example("accumulation/accumulator.py", "gradients for {} variables")
+def too_few_gradients(told: Told) -> None:
+    accumulator = window(made().trainable_variables)
+    with told():
+        strategy_of(2).run(accumulator.add, args=([None], 1.0))
+    strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
+
+
+@example("accumulation/accumulator.py", "add is for each replica")
+def add_outside_of_replicas(told: Told) -> None:
+    accumulator = window(made().trainable_variables)
+    with told():
+        accumulator.add([None, None], 1.0)
+    strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
+
+
+@example("accumulation/accumulator.py", 'a loss with reduction="sum" and another')
+def two_kinds_of_weights(told: Told) -> None:
+    variables = made().trainable_variables
+    summed = keras.losses.MeanSquaredError(reduction="sum")
+
+    def replica(first: Any, second: Any) -> None:
+        first.add([None, None], tmg.loss_sum(summed, Y, Y).weight)
+        second.add([None, None], tmg.loss_sum("mse", Y, Y).weight)
+
+    accumulator = window(variables)
+    with told():
+        strategy_of(2).run(replica, args=(accumulator, accumulator))
+    strategy_of(2).run(replica, args=(window(variables), window(variables)))
+
+
+@example("accumulation/gradients.py", "limit must be a positive number")
+def clip_limit_of_zero(told: Told) -> None:
+    with told():
+        tmg.clip_gradients([tf.constant([1.0])], 0)
+    tmg.clip_gradients([tf.constant([1.0])], 1.0)
+
+
+@example("accumulation/gradients.py", "What follows the addition over the replicas is done once")
+def reduce_in_a_replica(told: Told) -> None:
+    accumulator = window(made().trainable_variables)
+    with told():
+        strategy_of(2).run(accumulator.reduce)
+    accumulator.reduce()
+
+
+@example("accumulation/gradients.py", "A float8 layer computes its scales from a whole batch")
+def float8(told: Told) -> None:
+    def quantized() -> Any:
+        model = dense()
+        model.layers[0].quantize("float8")
+        return model
+
+    with told():
+        step(made(quantized))((X, Y))
+    step(made())((X, Y))
+
+
+@example("accumulation/loss_scale.py", "A loss scale is 'dynamic', None or above 0")
+def loss_scale_of_zero(told: Told) -> None:
+    with told():
+        tmg.LossScale(0)
+    tmg.LossScale(1024.0)
+
+
+@example("accumulation/loss_scale.py", "A LossScaleOptimizer scales dynamically")
+def loss_scale_beside_a_loss_scale_optimizer(told: Told) -> None:
+    with strategy_of(2).scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with told():
+        step(optimizer=optimizer, loss_scale=8.0)((X, Y))
+    step(optimizer=optimizer)((X, Y))
+
+
+@example("accumulation/losses.py", "global_mean is for each replica")
+def global_mean_outside_of_replicas(told: Told) -> None:
+    with told(), strategy_of(2).scope():
+        tmg.global_mean(tmg.loss_sum("mse", Y, Y))
+    strategy_of(2).run(lambda: tmg.global_mean(tmg.loss_sum("mse", Y, Y)))
+
+
+@example("accumulation/losses.py", "The values of a loss are a dense tensor")
+def ragged_losses(told: Told) -> None:
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    with told():
+        tmg.loss_sum(lambda y, p: tf.square(y - p), ragged, ragged)
+    tmg.loss_sum(lambda y, p: tf.reduce_mean(tf.square(y - p), axis=-1), ragged, ragged)
+
+
+@example("accumulation/losses.py", "is one number for a batch, or couples the examples")
+def one_number_for_a_batch(told: Told) -> None:
+    with told():
+        tmg.loss_sum(lambda y, p: tf.reduce_mean(tf.square(y - p)), Y, Y)
+    tmg.loss_sum(lambda y, p: tf.reduce_mean(tf.square(y - p), axis=-1), Y, Y)
+    of_all = tf.reduce_mean(tf.square(Y))
+    tmg.loss_sum(lambda y, p: tf.fill(tf.shape(p)[:1], of_all), Y, Y)
+    rows = np.ones(8, "float32")
+    with told():
+        tmg.loss_sum("mse", rows, rows)
+    tmg.loss_sum("mse", rows[:, None], rows[:, None])
+
+
+@example("accumulation/losses.py", "pairs each row with every row")
+def rows_paired_with_all(told: Told) -> None:
+    class Own(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return tf.square(y_true - y_pred)
+
+    def traced(axes: Any) -> Any:
+        def loss(y_true: Any, y_pred: Any) -> Any:
+            return tmg.loss_sum(Own(), axes(y_true), y_pred)
+
+        specs = tf.TensorSpec([None]), tf.TensorSpec([None, 1])
+        return tf.function(loss, autograph=False).get_concrete_function(*specs)
+
+    with told():
+        traced(lambda y_true: y_true)
+    traced(lambda y_true: y_true[:, None])
+
+
+@example("accumulation/losses.py", "sample_weight has a weight for each row")
+def weights_of_other_axes(told: Told) -> None:
+    y = np.ones((8, 3, 1), "float32")
+    weights = np.ones(8, "float32")
+    with told():
+        tmg.loss_sum("mse", y, y, weights)
+    tmg.loss_sum("mse", y, y, weights[:, None])
+    divides = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with told():
+        tmg.loss_sum(divides, Y, Y, 2.0)
+    tmg.loss_sum(divides, Y, Y, tf.fill(tf.shape(Y)[:1], 2.0))
+
+
+@example("accumulation/losses.py", "is for logs. Received: its gradient")
+def gradient_of_a_number_for_logs(told: Told) -> None:
+    def mean(y: Any, p: Any) -> Any:
+        return tmg.global_mean(tmg.loss_sum("mse", y, p))
+
+    def mean_of_a_shard(y: Any, p: Any) -> Any:
+        pair = tmg.loss_sum("mse", y, p)
+        return pair.sum / pair.weight
+
+    with told():
+        gradient_in_replicas(mean)
+    with told():
+        gradient_in_replicas(mean_of_a_shard)
+    gradient_in_replicas(lambda y, p: tmg.loss_sum("mse", y, p).sum)
+
+
+@example("accumulation/replicated.py", "The state of this optimizer exists once")
+def apply_of_a_sharded_optimizer(told: Told) -> None:
+    model, optimizer = made(), optimizer_of(kind=keras.optimizers.Adam)
+    step(model, optimizer=optimizer, shard_update=True)((X, Y))
+    variables = model.trainable_variables
+    gradients = [tf.zeros(v.shape) for v in variables]
+    with told():
+        strategy_of(2).run(optimizer.apply, args=(gradients, variables))
+    tmg.apply_reduced_gradients(optimizer, gradients, variables)
+
+
+@example("accumulation/update.py", "shard_update={} came too late or is not possible")
+def shard_update_too_late(told: Told) -> None:
+    model, optimizer = made(), optimizer_of()
+    step(model, optimizer=optimizer, shard_update=False)((X, Y))
+    with told():
+        step(model, optimizer=optimizer, shard_update=True)((X, Y))
+    step(model, optimizer=optimizer)((X, Y))
+
+
+@example("accumulation/update.py", "The optimizer was built for other variables")
+def optimizer_of_another_model(told: Told) -> None:
+    first, second, optimizer = made(), made(), optimizer_of()
+    optimizer.build(first.trainable_variables)
+    with told():
+        step(second, optimizer=optimizer)((X, Y))
+    optimizer = optimizer_of()
+    optimizer.build(first.trainable_variables + second.trainable_variables)
+    step(first, optimizer=optimizer)((X, Y))
+    step(second, optimizer=optimizer)((X, Y))
+
+
+@example("accumulation/update.py", "There is nothing to update")
+def no_gradients(told: Told) -> None:
+    model, optimizer = made(), optimizer_of()
+    variables = model.trainable_variables
+    with told():
+        tmg.apply_reduced_gradients(optimizer, [None, None], variables)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(X))
+    tmg.apply_reduced_gradients(optimizer, tape.gradient(loss, variables), variables)
+
+
+@example("accumulation/update.py", "Replicas cannot train with gradient_accumulation_steps")
+def gradient_accumulation_steps(told: Told) -> None:
+    with told():
+        step(optimizer=optimizer_of(gradient_accumulation_steps=2))((X, Y))
+    step(micro_batches=2)((X, Y))

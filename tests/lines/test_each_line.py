@@ -1,0 +1,37 @@
+"""The line of each message is run: the mistake is told by it, and after the line it is gone."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from law.processes import pool
+
+from lines.messages import EXAMPLES, Example, told
+from lines.of_devices import run_alone
+
+for _file in sorted(Path(__file__).parent.glob("of_*.py")):
+    importlib.import_module(f"lines.{_file.stem}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.run.__name__)
+def test_the_line_helps(example: Example, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = example.messages()
+    assert expected, f"{example.file} does not say {example.words!r}"
+    if example.run.__module__ == run_alone.__module__:
+        worker = pool().start()
+        worker.call(run_alone, example.run.__name__)
+        worker.end()
+        return
+    told_now = []
+
+    def watching() -> Any:
+        told_now.append(True)
+        return told(expected)
+
+    example.run(watching)
+    assert told_now, "the example makes no mistake"
