@@ -135,28 +135,27 @@ Told = Callable[[], contextlib.AbstractContextManager[None]]
 class Example:
     """A function that makes a mistake in ``with told():`` and then does what the message says."""
 
-    file: str
     words: str
     run: Callable[[Told], None]
 
     def messages(self) -> list[Message]:
-        return matching(self.file, self.words)
+        return matching(self.words)
 
 
-def matching(file: str, words: str) -> list[Message]:
-    """Returns the messages of a file whose text has these words."""
+def matching(words: str) -> list[Message]:
+    """Returns the messages whose text has these words, with ``{}`` for what is filled in."""
     plain = words.replace("{}", VALUE)
-    return [m for m in messages() if m.file == file and plain in m.text]
+    return [message for message in messages() if plain in message.text]
 
 
 EXAMPLES: list[Example] = []
 
 
-def example(file: str, words: str) -> Callable[[Any], Any]:
-    """Registers an example of the message of a file whose text has these words."""
+def example(words: str) -> Callable[[Any], Any]:
+    """Registers an example of the message whose text, in whatever file, has these words."""
 
     def note(run: Any) -> Any:
-        EXAMPLES.append(Example(file, words, run))
+        EXAMPLES.append(Example(words, run))
         return run
 
     return note
@@ -178,13 +177,12 @@ def told(expected: list[Message]) -> Iterator[None]:
     )
 
 
-def registered() -> dict[tuple[str, str], ast.FunctionDef]:
-    """Returns the function of each example by file and words, without importing any."""
+def registered() -> dict[str, ast.FunctionDef]:
+    """Returns the function of each example by its words, without importing any."""
     found = {}
     for path in sorted(HERE.glob("of_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             for decorator in getattr(node, "decorator_list", []):
                 if isinstance(decorator, ast.Call) and _name(decorator) == "example":
-                    file, words = (ast.literal_eval(argument) for argument in decorator.args)
-                    found[file, words] = node
+                    found[ast.literal_eval(decorator.args[0])] = node
     return found

@@ -25,7 +25,7 @@ def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> 
     return tf.function(lambda: strategy.run(replica), autograph=False)()
 
 
-@example("accumulation/accumulator.py", "The accumulator is of another scope")
+@example("The accumulator is of another scope")
 def accumulator_of_another_scope(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -34,7 +34,7 @@ def accumulator_of_another_scope(told: Told) -> None:
     strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
 
 
-@example("accumulation/accumulator.py", "no variables. Build the model")
+@example("no variables. Build the model")
 def accumulator_of_a_model(told: Told) -> None:
     model = made()
     with told():
@@ -42,7 +42,7 @@ def accumulator_of_a_model(told: Told) -> None:
     window(model.trainable_variables)
 
 
-@example("accumulation/accumulator.py", "gradients for {} variables")
+@example("gradients for {} variables")
 def too_few_gradients(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -50,7 +50,7 @@ def too_few_gradients(told: Told) -> None:
     strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
 
 
-@example("accumulation/accumulator.py", "add is for each replica")
+@example("add is for each replica")
 def add_outside_of_replicas(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -58,7 +58,7 @@ def add_outside_of_replicas(told: Told) -> None:
     strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
 
 
-@example("accumulation/accumulator.py", 'a loss with reduction="sum" and another')
+@example('a loss with reduction="sum" and another')
 def two_kinds_of_weights(told: Told) -> None:
     variables = made().trainable_variables
     summed = keras.losses.MeanSquaredError(reduction="sum")
@@ -73,14 +73,14 @@ def two_kinds_of_weights(told: Told) -> None:
     strategy_of(2).run(replica, args=(window(variables), window(variables)))
 
 
-@example("accumulation/gradients.py", "limit must be a positive number")
+@example("limit must be a positive number")
 def clip_limit_of_zero(told: Told) -> None:
     with told():
         tmg.clip_gradients([tf.constant([1.0])], 0)
     tmg.clip_gradients([tf.constant([1.0])], 1.0)
 
 
-@example("accumulation/gradients.py", "What follows the addition over the replicas is done once")
+@example("What follows the addition over the replicas is done once")
 def reduce_in_a_replica(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -88,7 +88,7 @@ def reduce_in_a_replica(told: Told) -> None:
     accumulator.reduce()
 
 
-@example("accumulation/gradients.py", "A float8 layer computes its scales from a whole batch")
+@example("A float8 layer computes its scales from a whole batch")
 def float8(told: Told) -> None:
     def quantized() -> Any:
         model = dense()
@@ -100,14 +100,14 @@ def float8(told: Told) -> None:
     step(made())((X, Y))
 
 
-@example("accumulation/loss_scale.py", "A loss scale is 'dynamic', None or above 0")
+@example("A loss scale is 'dynamic', None or above 0")
 def loss_scale_of_zero(told: Told) -> None:
     with told():
         tmg.LossScale(0)
     tmg.LossScale(1024.0)
 
 
-@example("accumulation/loss_scale.py", "A LossScaleOptimizer scales dynamically")
+@example("A LossScaleOptimizer scales dynamically")
 def loss_scale_beside_a_loss_scale_optimizer(told: Told) -> None:
     with strategy_of(2).scope():
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
@@ -116,14 +116,14 @@ def loss_scale_beside_a_loss_scale_optimizer(told: Told) -> None:
     step(optimizer=optimizer)((X, Y))
 
 
-@example("accumulation/losses.py", "global_mean is for each replica")
+@example("global_mean is for each replica")
 def global_mean_outside_of_replicas(told: Told) -> None:
     with told(), strategy_of(2).scope():
         tmg.global_mean(tmg.loss_sum("mse", Y, Y))
     strategy_of(2).run(lambda: tmg.global_mean(tmg.loss_sum("mse", Y, Y)))
 
 
-@example("accumulation/losses.py", "The values of a loss are a dense tensor")
+@example("The values of a loss are a dense tensor")
 def ragged_losses(told: Told) -> None:
     ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
     with told():
@@ -131,7 +131,7 @@ def ragged_losses(told: Told) -> None:
     tmg.loss_sum(lambda y, p: tf.reduce_mean(tf.square(y - p), axis=-1), ragged, ragged)
 
 
-@example("accumulation/losses.py", "is one number for a batch, or couples the examples")
+@example("is one number for a batch, or couples the examples")
 def one_number_for_a_batch(told: Told) -> None:
     with told():
         tmg.loss_sum(lambda y, p: tf.reduce_mean(tf.square(y - p)), Y, Y)
@@ -144,7 +144,7 @@ def one_number_for_a_batch(told: Told) -> None:
     tmg.loss_sum("mse", rows[:, None], rows[:, None])
 
 
-@example("accumulation/losses.py", "pairs each row with every row")
+@example("pairs each row with every row")
 def rows_paired_with_all(told: Told) -> None:
     class Own(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -162,7 +162,7 @@ def rows_paired_with_all(told: Told) -> None:
     traced(lambda y_true: y_true[:, None])
 
 
-@example("accumulation/losses.py", "sample_weight has a weight for each row")
+@example("sample_weight has a weight for each row")
 def weights_of_other_axes(told: Told) -> None:
     y = np.ones((8, 3, 1), "float32")
     weights = np.ones(8, "float32")
@@ -175,7 +175,7 @@ def weights_of_other_axes(told: Told) -> None:
     tmg.loss_sum(divides, Y, Y, tf.fill(tf.shape(Y)[:1], 2.0))
 
 
-@example("accumulation/losses.py", "is for logs. Received: its gradient")
+@example("is for logs. Received: its gradient")
 def gradient_of_a_number_for_logs(told: Told) -> None:
     def mean(y: Any, p: Any) -> Any:
         return tmg.global_mean(tmg.loss_sum("mse", y, p))
@@ -191,7 +191,7 @@ def gradient_of_a_number_for_logs(told: Told) -> None:
     gradient_in_replicas(lambda y, p: tmg.loss_sum("mse", y, p).sum)
 
 
-@example("accumulation/replicated.py", "The state of this optimizer exists once")
+@example("The state of this optimizer exists once")
 def apply_of_a_sharded_optimizer(told: Told) -> None:
     model, optimizer = made(), optimizer_of(kind=keras.optimizers.Adam)
     step(model, optimizer=optimizer, shard_update=True)((X, Y))
@@ -202,7 +202,7 @@ def apply_of_a_sharded_optimizer(told: Told) -> None:
     tmg.apply_reduced_gradients(optimizer, gradients, variables)
 
 
-@example("accumulation/update.py", "shard_update={} came too late or is not possible")
+@example("shard_update={} came too late or is not possible")
 def shard_update_too_late(told: Told) -> None:
     model, optimizer = made(), optimizer_of()
     step(model, optimizer=optimizer, shard_update=False)((X, Y))
@@ -211,7 +211,7 @@ def shard_update_too_late(told: Told) -> None:
     step(model, optimizer=optimizer)((X, Y))
 
 
-@example("accumulation/update.py", "The optimizer was built for other variables")
+@example("The optimizer was built for other variables")
 def optimizer_of_another_model(told: Told) -> None:
     first, second, optimizer = made(), made(), optimizer_of()
     optimizer.build(first.trainable_variables)
@@ -223,7 +223,7 @@ def optimizer_of_another_model(told: Told) -> None:
     step(second, optimizer=optimizer)((X, Y))
 
 
-@example("accumulation/update.py", "There is nothing to update")
+@example("There is nothing to update")
 def no_gradients(told: Told) -> None:
     model, optimizer = made(), optimizer_of()
     variables = model.trainable_variables
@@ -234,7 +234,7 @@ def no_gradients(told: Told) -> None:
     tmg.apply_reduced_gradients(optimizer, tape.gradient(loss, variables), variables)
 
 
-@example("accumulation/update.py", "Replicas cannot train with gradient_accumulation_steps")
+@example("Replicas cannot train with gradient_accumulation_steps")
 def gradient_accumulation_steps(told: Told) -> None:
     with told():
         step(optimizer=optimizer_of(gradient_accumulation_steps=2))((X, Y))

@@ -28,7 +28,7 @@ def read(data: Any) -> list[Any]:
     return list(data)
 
 
-@example("arguments.py", "must be {}. Received")
+@example("must be {}. Received")
 def not_a_count(told: Told) -> None:
     for wrong in (0, 2.5, True):
         with told():
@@ -36,7 +36,7 @@ def not_a_count(told: Told) -> None:
     read(distribute((X, Y), batch_size=4))
 
 
-@example("data/batch_format.py", "A batch is x, (x, y) or (x, y, sample_weight)")
+@example("A batch is x, (x, y) or (x, y, sample_weight)")
 def four_elements(told: Told) -> None:
     made = step()
     with told():
@@ -51,7 +51,7 @@ def four_elements(told: Told) -> None:
     step(loss=None, forward=forward)((X, X, Y, Y))
 
 
-@example("data/batch_format.py", "The batch holds no tensors")
+@example("The batch holds no tensors")
 def no_tensors(told: Told) -> None:
     made = step()
     with told():
@@ -59,7 +59,7 @@ def no_tensors(told: Told) -> None:
     made((X, Y))
 
 
-@example("data/batch_format.py", "A batch has no rows")
+@example("A batch has no rows")
 def no_rows(told: Told) -> None:
     made = step()
     with told():
@@ -69,7 +69,7 @@ def no_rows(told: Told) -> None:
         made(batch)
 
 
-@example("data/class_weights.py", "class_weight must be a dict from class number to weight")
+@example("class_weight must be a dict from class number to weight")
 def class_weights_by_name(told: Told) -> None:
     model = classifier()
     with told():
@@ -77,7 +77,7 @@ def class_weights_by_name(told: Told) -> None:
     fit(X, KINDS, model=model, class_weight={0: 1.0, 1: 5.0})
 
 
-@example("data/class_weights.py", "Class weights and sample weights cannot be combined")
+@example("Class weights and sample weights cannot be combined")
 def both_weights(told: Told) -> None:
     model = classifier()
     with told():
@@ -96,7 +96,7 @@ def softmax() -> Any:
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, "softmax")])
 
 
-@example("data/cut.py", "The dataset is not batched")
+@example("The dataset is not batched")
 def not_batched(told: Told) -> None:
     dataset = single_examples(X[:, 0])
     with told():
@@ -104,14 +104,14 @@ def not_batched(told: Told) -> None:
     read(distribute(dataset.batch(4)))
 
 
-@example("data/sharded_dataset.py", "small_batches must be 'partition' or 'copy'")
+@example("small_batches must be 'partition' or 'copy'")
 def unknown_small_batches(told: Told) -> None:
     with told():
         distribute(batches(), small_batches="pad")
     read(distribute(batches(), small_batches="partition"))
 
 
-@example("data/sharded_dataset.py", "It is unknown whether the shards of the batch are copies")
+@example("It is unknown whether the shards of the batch are copies")
 def row_weight_of_an_unmarked_batch(told: Told) -> None:
     data = distribute(batches(), small_batches="copy")
     (batch, _) = read(data)
@@ -121,21 +121,21 @@ def row_weight_of_an_unmarked_batch(told: Told) -> None:
     tf.function(lambda b, w: w, autograph=False)(batch, weight)
 
 
-@example("data/sharded_dataset.py", "preprocess takes single examples, of which global batches")
+@example("preprocess takes single examples, of which global batches")
 def preprocess_without_batch_size(told: Told) -> None:
     with told():
         distribute((X, Y), preprocess=lambda row: row)
     read(distribute((X, Y), batch_size=4, preprocess=lambda row: row))
 
 
-@example("data/sharded_dataset.py", "seed is for preprocess, which is missing")
+@example("seed is for preprocess, which is missing")
 def seed_without_preprocess(told: Told) -> None:
     with told():
         distribute((X, Y), batch_size=4, seed=1)
     read(distribute((X, Y), batch_size=4))
 
 
-@example("data/sharded_dataset.py", "A for loop over an iterator inside a tf.function")
+@example("A for loop over an iterator inside a tf.function")
 def loop_over_an_iterator(told: Told) -> None:
     data = distribute(batches())
 
@@ -150,7 +150,7 @@ def loop_over_an_iterator(told: Told) -> None:
     assert tf.function(lambda: over(data))() == 2
 
 
-@example("data/shares.py", "Shares are one positive, finite number per replica")
+@example("Shares are one positive, finite number per replica")
 def a_share_of_zero(told: Told) -> None:
     with told():
         distribute(batches(), shares=(1, 0))
@@ -158,7 +158,7 @@ def a_share_of_zero(told: Told) -> None:
     read(tmg.distribute_dataset(batches(), strategy, shares=(1,)))
 
 
-@example("data/small_batches.py", "The batch has fewer rows than there are replicas")
+@example("The batch has fewer rows than there are replicas")
 def computed_from_shards(told: Told) -> None:
     made = step()
     (batch,) = read(distribute((X[:1], Y[:1]), batch_size=4))
@@ -170,7 +170,7 @@ def computed_from_shards(told: Told) -> None:
         made(batch)
 
 
-@example("data/sources.py", "An iterator can be read once")
+@example("An iterator can be read once")
 def an_iterator(told: Told) -> None:
     def make_batches() -> Any:
         yield X[:4], Y[:4]
@@ -180,14 +180,14 @@ def an_iterator(told: Told) -> None:
     read(distribute(make_batches))
 
 
-@example("data/sources.py", "batch_size is for arrays")
+@example("batch_size is for arrays")
 def batch_size_of_a_dataset(told: Told) -> None:
     with told():
         fit(single_examples(), batch_size=4)
     fit(single_examples().batch(4))
 
 
-@example("data/sources.py", "preprocess takes single examples: a tf.data.Dataset")
+@example("preprocess takes single examples: a tf.data.Dataset")
 def preprocess_of_an_object(told: Told) -> None:
     class Source:
         def __len__(self) -> int:
@@ -206,28 +206,28 @@ def preprocess_of_an_object(told: Told) -> None:
     read(distribute(np.arange(len(source)), batch_size=4, preprocess=read_one))
 
 
-@example("data/sources.py", "The data is already distributed")
+@example("The data is already distributed. Received")
 def distributed_twice(told: Told) -> None:
     with told():
         distribute(distribute((X, Y), batch_size=4))
     read(distribute((X, Y), batch_size=4))
 
 
-@example("data/sources.py", "Arrays are paired by rows")
+@example("Arrays are paired by rows")
 def arrays_of_other_lengths(told: Told) -> None:
     with told():
         distribute((X, Y[:5]), batch_size=4)
     read(distribute((X, Y), batch_size=4))
 
 
-@example("data/sources.py", "Arrays need the size of a global batch")
+@example("Arrays need the size of a global batch")
 def arrays_without_batch_size(told: Told) -> None:
     with told():
         distribute((X, Y))
     read(tmg.distribute_dataset((X, Y), strategy_of(2), batch_size=64))
 
 
-@example("data/sources.py", "The data cannot be distributed")
+@example("The data cannot be distributed")
 def not_data(told: Told) -> None:
     with told():
         distribute(7)
@@ -235,14 +235,14 @@ def not_data(told: Told) -> None:
     read(distribute(lambda: it))
 
 
-@example("data/sources.py", "The data yields no batches")
+@example("The data yields no batches")
 def a_generator_of_nothing(told: Told) -> None:
     with told():
         read(distribute(lambda: iter(())))
     read(distribute(lambda: iter([(X, Y)])))
 
 
-@example("data/sources.py", "The function returns the same iterator each time")
+@example("The function returns the same iterator each time")
 def the_same_iterator(told: Told) -> None:
     generator = (batch for batch in [(X, Y), (X, Y), (X, Y)])
     data = distribute(lambda: generator)
@@ -253,14 +253,14 @@ def the_same_iterator(told: Told) -> None:
     assert len(read(data)) == len(read(data)) == 3
 
 
-@example("data/sources.py", "The batches of the generator differ in their types")
+@example("The batches of the generator differ in their types")
 def other_types(told: Told) -> None:
     with told():
         read(distribute(lambda: iter([(X, Y), (X, "label")])))
     read(distribute(lambda: iter([(X, Y), (X, Y)])))
 
 
-@example("addons/loops/loop.py", "The data has no batches")
+@example("The data has no batches")
 def no_batches(told: Told) -> None:
     with told():
         tmg.predict(fitted(), batches(X).take(0))

@@ -34,7 +34,7 @@ def three_gpus(driver: bool = False) -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
-@example("devices/configure.py", "{} leaves out {}")
+@example("{} leaves out {}")
 def growth_of_some_gpus(told: Told) -> None:
     three_gpus()
     with told():
@@ -42,7 +42,7 @@ def growth_of_some_gpus(told: Told) -> None:
     tmg.enable_memory_growth()
 
 
-@example("devices/configure.py", "leaves out {}. TensorFlow would fail at the first operation")
+@example("leaves out {}. TensorFlow would fail at the first operation")
 def growth_of_some_gpus_with_the_others_hidden(told: Told) -> None:
     three_gpus()
     with told():
@@ -51,14 +51,14 @@ def growth_of_some_gpus_with_the_others_hidden(told: Told) -> None:
     tmg.enable_memory_growth(["GPU:0", "GPU:1"])
 
 
-@example("devices/configure.py", "TensorFlow limits the memory of GPUs only")
+@example("TensorFlow limits the memory of GPUs only")
 def memory_of_a_cpu(told: Told) -> None:
     with told():
         tmg.split_device("CPU:0", parts=2, memory=GIB)
     tmg.split_device("CPU:0", parts=2)
 
 
-@example("devices/configure.py", "the parts of a GPU need a memory limit")
+@example("the parts of a GPU need a memory limit")
 def parts_of_a_gpu_of_unknown_memory(told: Told) -> None:
     three_gpus()
     with told():
@@ -66,7 +66,7 @@ def parts_of_a_gpu_of_unknown_memory(told: Told) -> None:
     tmg.split_device("GPU:0", parts=2, memory=4 * GIB)
 
 
-@example("devices/configure.py", "memory limits for {} parts")
+@example("memory limits for {} parts")
 def three_limits_for_two_parts(told: Told) -> None:
     three_gpus()
     with told():
@@ -75,7 +75,7 @@ def three_limits_for_two_parts(told: Told) -> None:
     tmg.split_device("GPU:0", parts=2, memory=[GIB, GIB])
 
 
-@example("devices/configure.py", "{} needs {} bytes, but {} has {}")
+@example("{} needs {} bytes, but {} has {}")
 def more_memory_than_there_is(told: Told) -> None:
     three_gpus(driver=True)
     with told():
@@ -83,7 +83,7 @@ def more_memory_than_there_is(told: Told) -> None:
     tmg.limit_memory({"GPU:2": 100 * GIB})
 
 
-@example("devices/configure.py", "split or limited, and memory growth of")
+@example("split or limited, and memory growth of")
 def a_split_beside_memory_growth(told: Told) -> None:
     three_gpus()
     tmg.split_device("CPU:0", parts=2)
@@ -93,7 +93,7 @@ def a_split_beside_memory_growth(told: Told) -> None:
     tmg.enable_memory_growth()
 
 
-@example("devices/configure.py", "would undo the split of")
+@example("would undo the split of")
 def a_limit_of_a_split_gpu(told: Told) -> None:
     three_gpus()
     tmg.split_device("GPU:0", parts=2, memory=GIB)
@@ -102,7 +102,7 @@ def a_limit_of_a_split_gpu(told: Told) -> None:
     tmg.split_device("GPU:0", parts=2, memory=2 * GIB)
 
 
-@example("devices/configure.py", "a memory limit is a whole number of bytes")
+@example("a memory limit is a whole number of bytes")
 def a_limit_as_text(told: Told) -> None:
     three_gpus()
     with told():
@@ -110,7 +110,7 @@ def a_limit_as_text(told: Told) -> None:
     tmg.limit_memory({"GPU:0": 8 * 1024**3})
 
 
-@example("devices/configure.py", "came after TensorFlow had started its devices")
+@example("came after TensorFlow had started its devices")
 def a_split_after_the_start(told: Told) -> None:
     # In another process, as a program whose line was moved up: nothing else undoes a start.
     child = os.fork()
@@ -124,14 +124,14 @@ def a_split_after_the_start(told: Told) -> None:
     tf.constant(1.0)
 
 
-@example("devices/discovery.py", "kind is 'GPU', 'CPU' or 'TPU', or None for all")
+@example("kind is 'GPU', 'CPU' or 'TPU', or None for all")
 def an_unknown_kind(told: Told) -> None:
     with told():
         tmg.list_devices("gpus")
     tmg.list_devices("GPU")
 
 
-@example("devices/names.py", "A device name is a string")
+@example("A device name is a string")
 def a_device_as_a_number(told: Told) -> None:
     three_gpus()
     with told():
@@ -139,7 +139,7 @@ def a_device_as_a_number(told: Told) -> None:
     tmg.plan_strategy(devices=["GPU:0"])
 
 
-@example("devices/names.py", "A device name has a kind and an index")
+@example("A device name has a kind and an index")
 def a_device_without_an_index(told: Told) -> None:
     three_gpus()
     with told():
@@ -148,7 +148,7 @@ def a_device_without_an_index(told: Told) -> None:
     tmg.plan_strategy(devices=["/device:GPU:0"])
 
 
-@example("devices/names.py", "devices is an empty list")
+@example("devices is an empty list")
 def no_devices(told: Told) -> None:
     with told():
         tmg.create_strategy(devices=[])
@@ -156,14 +156,14 @@ def no_devices(told: Told) -> None:
     tmg.create_strategy(devices=["CPU:0"])
 
 
-@example("devices/names.py", "is named more than once")
+@example("is named more than once")
 def a_device_twice(told: Told) -> None:
     with told():
         tmg.create_strategy(devices=["CPU:0", "CPU:0"])
     tmg.create_strategy(devices=["CPU:0"])
 
 
-@example("devices/names.py", "Asked for {}. Existing")
+@example("Asked for {}. Existing")
 def a_device_that_is_missing(told: Told) -> None:
     with told():
         tmg.plan_strategy(devices=["CPU:0", "CPU:1"])
@@ -172,7 +172,7 @@ def a_device_that_is_missing(told: Told) -> None:
     tmg.plan_strategy(devices=["CPU:0", "CPU:1"])
 
 
-@example("devices/names.py", "{}, but not here: {}")
+@example("{}, but not here: {}")
 def a_name_that_is_missing(told: Told) -> None:
     with told():
         tmg.plan_strategy(devices=["CPU:7"])
@@ -180,7 +180,7 @@ def a_name_that_is_missing(told: Told) -> None:
     tmg.plan_strategy(devices=["CPU:7"])
 
 
-@example("devices/names.py", "{} devices, but only {} exist")
+@example("{} devices, but only {} exist")
 def a_count_that_is_missing(told: Told) -> None:
     with told():
         tmg.create_strategy(devices=2)
@@ -191,7 +191,7 @@ def a_count_that_is_missing(told: Told) -> None:
 # Strategies: what a process can do once -----------------------------------------------------------
 
 
-@example("strategies/factory.py", "Running {} instead. Pass fallback=False")
+@example("Running {} instead. Pass fallback=False")
 def mirrored_on_one_cpu(told: Told) -> None:
     with told():
         tmg.create_strategy(prefer="mirrored", communication="nccl", devices=["CPU:0"])
@@ -205,7 +205,7 @@ def mirrored_on_one_cpu(told: Told) -> None:
     assert error is not None
 
 
-@example("strategies/factory.py", "Change that argument, or pass fallback=True")
+@example("Change that argument, or pass fallback=True")
 def nccl_without_fallback(told: Told) -> None:
     tmg.split_device("CPU:0", parts=2)
     options: dict[str, Any] = {"devices": 2, "communication": "nccl"}
@@ -214,14 +214,14 @@ def nccl_without_fallback(told: Told) -> None:
     tmg.create_strategy(devices=2, fallback=False)
 
 
-@example("strategies/factory.py", "startup_timeout must be a number of seconds above 0")
+@example("startup_timeout must be a number of seconds above 0")
 def a_negative_timeout(told: Told) -> None:
     with told():
         tmg.create_strategy(startup_timeout=-1.0)
     tmg.create_strategy(startup_timeout=60.0)
 
 
-@example("strategies/plan.py", "must be of one kind, GPUs or CPUs")
+@example("must be of one kind, GPUs or CPUs")
 def devices_of_two_kinds(told: Told) -> None:
     three_gpus()
     with told():
@@ -229,7 +229,7 @@ def devices_of_two_kinds(told: Told) -> None:
     tmg.plan_strategy(devices=["GPU:0", "GPU:1"])
 
 
-@example("strategies/plan.py", "prefer='one_device' runs on one device")
+@example("prefer='one_device' runs on one device")
 def one_device_of_two(told: Told) -> None:
     tmg.split_device("CPU:0", parts=2)
     with told():
@@ -238,7 +238,7 @@ def one_device_of_two(told: Told) -> None:
     tmg.create_strategy(prefer="mirrored", devices=["CPU:0", "CPU:1"])
 
 
-@example("strategies/plan.py", "must be one of {}. Received")
+@example("must be one of {}. Received")
 def an_unknown_choice(told: Told) -> None:
     three_gpus()
     with told():
@@ -246,7 +246,7 @@ def an_unknown_choice(told: Told) -> None:
     tmg.plan_strategy("auto", devices=["GPU:0", "GPU:1"])
 
 
-@example("strategies/scopes.py", "would run on one device: it got no strategy")
+@example("would run on one device: it got no strategy")
 def a_step_without_the_strategy(told: Told) -> None:
     tmg.split_device("CPU:0", parts=2)
     strategy = tmg.create_strategy(devices=2)

@@ -21,7 +21,7 @@ for _file in sorted(Path(__file__).parent.glob("of_*.py")):
 def test_the_line_helps(example: Example, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     expected = example.messages()
-    assert expected, f"{example.file} does not say {example.words!r}"
+    assert expected, f"no message says {example.words!r}"
     if example.run.__module__ == run_alone.__module__:
         worker = pool().start()
         worker.call(run_alone, example.run.__name__)

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-WITHOUT: dict[tuple[str, str], str] = {}
+WITHOUT: dict[str, str] = {}

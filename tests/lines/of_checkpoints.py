@@ -1,0 +1,291 @@
+"""Checkpoints, and the data that they resume in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from lines.messages import Told, example
+from lines.parts import X, Y, batches, compiled, fit, made, optimizer_of, step
+
+
+def small(units: int = 2) -> tuple[Any, Any]:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
+    return model, keras.optimizers.SGD(0.1)
+
+
+def counted(checkpoints: Any, epochs: int = 1) -> None:
+    """Counts the steps of some epochs, without training."""
+    for _ in checkpoints.epochs(epochs):
+        for _ in checkpoints.data:
+            checkpoints.after_step()
+
+
+class Remembers(keras.callbacks.Callback):
+    """Has an attribute that no file can hold."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+
+class RemembersByHand(Remembers):
+    def state(self) -> Any:
+        return 1
+
+    def set_state(self, value: Any) -> None:
+        self.what = value
+
+
+@example("Checkpoints cannot save these attributes of callbacks")
+def attributes_of_a_callback(told: Told) -> None:
+    model = compiled()
+
+    def trained(directory: str, callback: Any, **options: Any) -> None:
+        checkpoints = tmg.Checkpoints(directory, model, model.optimizer)
+        callbacks = [callback, checkpoints.callback(**options)]
+        fit(X, Y, model=model, callbacks=callbacks)
+
+    with told():
+        trained("first", Remembers(lambda: None))
+    trained("second", RemembersByHand(lambda: None))
+
+
+@example("Checkpoints hold one fit")
+def a_second_fit(told: Told) -> None:
+    model = compiled()
+    checkpoints = tmg.Checkpoints("run", model, model.optimizer)
+    fit(X, Y, model=model, callbacks=[checkpoints.callback()])
+    with told():
+        fit(X, Y, model=model, callbacks=[checkpoints.callback()])
+    other = tmg.Checkpoints("another", model, model.optimizer)
+    other.restore()
+    fit(X, Y, model=model, callbacks=[other.callback()])
+
+
+@example("The fit of Keras cannot resume")
+def checkpoints_in_keras_fit(told: Told) -> None:
+    model = compiled()
+    checkpoints = tmg.Checkpoints("run", model, model.optimizer)
+    with told():
+        model.fit(X, Y, callbacks=[checkpoints.callback()], verbose=0)
+    fit(X, Y, model=model, callbacks=[checkpoints.callback()])
+    with tmg.prepare(model):
+        other = tmg.Checkpoints("other", model, model.optimizer)
+        model.fit(X, Y, callbacks=[other.callback()], verbose=0)
+
+
+@example("All checkpoints in {} are damaged")
+def all_damaged(told: Told) -> None:
+    tmg.Checkpoints("run", *small()).save().write_bytes(b"")
+    with told():
+        tmg.Checkpoints("run", *small()).restore()
+    assert tmg.Checkpoints("another", *small()).restore() == 0
+
+
+@example("A checkpoint is damaged and was skipped")
+def one_damaged(told: Told) -> None:
+    checkpoints = tmg.Checkpoints("run", *small())
+    checkpoints.save()
+    checkpoints.after_step()
+    checkpoints.save().write_bytes(b"")
+    with told():
+        assert tmg.Checkpoints("run", *small()).restore() == 0
+    assert tmg.Checkpoints("run", *small()).restore() == 0  # The damaged one is put aside.
+
+
+@example("it has format {} and {} of {} arrays")
+def of_another_format(told: Told) -> None:
+    checkpoints = tmg.Checkpoints("run", *small())
+    path = checkpoints.save()
+    with np.load(path) as arrays:
+        kept = dict(list(arrays.items())[:-1])
+    checkpoints.after_step()
+    later = checkpoints.save()
+    np.savez(later, **kept)
+    with told():
+        tmg.Checkpoints("run", *small()).restore()
+    assert tmg.Checkpoints("run", *small()).restore() == 0
+
+
+@example("The chief cannot save step {} to {}")
+def a_directory_that_is_a_file(told: Told) -> None:
+    Path("file").write_text("")
+    with told():
+        tmg.Checkpoints("file/run", *small()).save()
+    tmg.Checkpoints("another", *small()).save()
+
+
+@example("it has step {}, which this run has not reached")
+def a_run_that_was_not_restored(told: Told) -> None:
+    first = tmg.Checkpoints("run", *small())
+    first.after_step(10)
+    first.save()
+    again = tmg.Checkpoints("run", *small())
+    with told():
+        again.save()
+    again.restore()
+    again.save()
+    tmg.Checkpoints("another", *small()).save()
+
+
+@example("directory must be a folder for this run, not a URL")
+def a_url(told: Told) -> None:
+    with told():
+        tmg.Checkpoints("gs://bucket/run", *small())
+    tmg.Checkpoints("mounted/run", *small()).save()
+
+
+@example("The position in the data is unknown")
+def steps_that_are_not_counted(told: Told) -> None:
+    def checkpoints(name: str) -> Any:
+        return tmg.Checkpoints(name, *small(), data=tf.data.Dataset.range(10).batch(2))
+
+    first = checkpoints("first")
+    with told():
+        for _ in first.epochs(1):
+            first.after_step()
+    counted(checkpoints("second"))
+    third = checkpoints("third")
+    for _ in third.epochs(1):
+        iterator = iter(third.data)
+        for _ in range(5):
+            next(iterator)
+            third.after_step()
+
+
+def stopped_in_the_middle(name: str, data: Any) -> None:
+    """Saves after two of five steps."""
+    checkpoints = tmg.Checkpoints(name, *small(), data=data)
+    for _ in checkpoints.epochs(1):
+        iterator = iter(checkpoints.data)
+        for _ in range(2):
+            next(iterator)
+            checkpoints.after_step()
+        checkpoints.save()
+        break
+
+
+def resumed(name: str, data: Any) -> None:
+    checkpoints = tmg.Checkpoints(name, *small(), data=data)
+    checkpoints.restore()
+    counted(checkpoints)
+
+
+@example("The data differs from the data of the checkpoint")
+def an_unseeded_shuffle(told: Told) -> None:
+    numbers = tf.data.Dataset.range(100)
+
+    def of_epoch(epoch: int) -> Any:
+        return numbers.shuffle(100, seed=epoch).batch(20)
+
+    def shuffled(seed: int | None) -> Any:
+        return numbers.shuffle(100, seed=seed).batch(20)
+
+    stopped_in_the_middle("run", shuffled(None))
+    with told():
+        resumed("run", shuffled(None))
+    stopped_in_the_middle("seeded", shuffled(1))
+    resumed("seeded", shuffled(1))
+    stopped_in_the_middle("epochs", of_epoch)
+    resumed("epochs", of_epoch)
+
+
+@example("The checkpoint is of another model, optimizer or loss scale")
+def another_model(told: Told) -> None:
+    tmg.Checkpoints("run", *small()).save()
+    with told():
+        tmg.Checkpoints("run", *small(3)).restore()
+    tmg.Checkpoints("run", *small()).restore()
+    tmg.Checkpoints("another", *small(3)).save()
+
+
+@example("The training changes variables that the checkpoint would not hold")
+def seeds_that_are_not_saved(told: Told) -> None:
+    def noisy(extra: Any = None) -> None:
+        from lines.parts import strategy_of
+
+        with strategy_of(2).scope():
+            seeds = keras.random.SeedGenerator(1)
+        model, optimizer = made(), optimizer_of()
+
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            x = batch[0] + keras.random.normal(tf.shape(batch[0]), seed=seeds)
+            return tmg.loss_sum("mse", batch[1], model(x))
+
+        trained = step(model, None, optimizer, forward=forward)
+        more = {"extra": {"seeds": [seeds.state]}} if extra else {}
+        name = "saved" if extra else "run"
+        checkpoints = tmg.Checkpoints(name, train_step=trained, **more)
+        trained((X, Y))
+        checkpoints.save()
+
+    with told():
+        noisy()
+    noisy(extra=True)
+
+
+@example("Checkpoints save only variables of numbers")
+def a_number_as_extra(told: Told) -> None:
+    with told():
+        tmg.Checkpoints("run", *small(), extra={"accuracy": 0.5})
+    metric = keras.metrics.Mean()
+    tmg.Checkpoints("run", *small(), extra={"accuracy": metric}).save()
+    tmg.Checkpoints("other", *small(), extra={"more": [tf.Variable(1.0)]}).save()
+    both = tmg.chain_steps(step(), step(), names=("first", "second"))
+    tmg.Checkpoints("steps", train_step=both).save()
+
+
+@example("train_step must come from tmg.make_train_step or tmg.chain_steps")
+def a_step_beside_a_model(told: Told) -> None:
+    trained = step()
+    with told():
+        tmg.Checkpoints("run", trained.model, train_step=trained)
+    trained((X, Y))
+    tmg.Checkpoints("run", train_step=trained).save()
+
+
+@example("A loop over checkpointed data inside a tf.function")
+def a_loop_over_checkpointed_data(told: Told) -> None:
+    trained = step()
+    checkpoints = tmg.Checkpoints(
+        "run", train_step=trained, data=tmg.distribute_dataset(batches(), trained.strategy)
+    )
+
+    def over() -> Any:
+        count = tf.constant(0)
+        for _ in checkpoints.data:
+            count += 1
+        return count
+
+    with told():
+        tf.function(over)()
+    for _ in checkpoints.epochs(1):
+        iterator = iter(checkpoints.data)
+        steps = int(trained.run(iterator, 2)["steps"])
+        checkpoints.after_step(steps)
+
+
+@example("The order of a pass depends on how far tf.data had read")
+def a_shuffle_below_repeat(told: Told) -> None:
+    dataset = tf.data.Dataset.range(10)
+    with told():
+        tmg.Checkpoints("run", *small(), data=dataset.shuffle(9).repeat(2).batch(2))
+    checkpoints = tmg.Checkpoints(
+        "run", *small(), data=lambda epoch: dataset.shuffle(9, seed=epoch).batch(2)
+    )
+    counted(checkpoints, 2)
+
+
+@example("The data has fewer batches than when the checkpoint was saved")
+def less_data(told: Told) -> None:
+    numbers = tf.data.Dataset.range(10).batch(2)
+    stopped_in_the_middle("run", numbers)
+    with told():
+        resumed("run", numbers.take(1))
+    resumed("run", numbers)

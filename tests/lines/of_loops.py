@@ -1,0 +1,446 @@
+"""fit, evaluate, predict and prepare: models, data, callbacks and arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from lines.messages import Told, example
+from lines.parts import (
+    X,
+    Y,
+    batches,
+    compiled,
+    dense,
+    distribute,
+    fit,
+    fitted,
+    made,
+    optimizer_of,
+    single_examples,
+    step,
+    strategy_of,
+)
+
+
+def mean_of(model: Any, batch: Any, training: bool) -> Any:
+    return tmg.loss_sum("mse", batch[1], model(batch[0], training=training))
+
+
+def trained_by(model: Any, **options: Any) -> Any:
+    return step(model, None, model.optimizer, forward=mean_of, **options)
+
+
+@example("{} needs a keras.Model")
+def a_layer(told: Told) -> None:
+    layer = keras.layers.Dense(2)
+    with told():
+        tmg.predict(layer, X)
+    tmg.predict(keras.Sequential([layer]), X, verbose=0)
+
+
+@example("{} was called inside the scope of another strategy")
+def fit_in_another_scope(told: Told) -> None:
+    with told(), strategy_of(3).scope():
+        fit(X, Y)
+    fit(X, Y)
+
+
+@example("the data has no labels. Received")
+def no_labels_in_fit(told: Told) -> None:
+    with told():
+        fit(batches(X).map(lambda x: x))
+    fit((X, Y))
+    fit((X, Y, np.ones(8)))
+
+
+@example("The model is not compiled, so it has no loss")
+def not_compiled(told: Told) -> None:
+    model = made()
+    with told():
+        fit(X, Y, model=model)
+    with strategy_of(2).scope():
+        model.compile("adam", loss="mse")
+    fit(X, Y, model=model)
+    other = made()
+    tmg.fit(other, (X, Y), step=step(other), verbose=0)
+
+
+@example("Keras would train the sum over the rows")
+def reduction_none(told: Told) -> None:
+    with told():
+        fit(X, Y, model=compiled(keras.losses.MeanSquaredError(reduction=None)))
+    for reduction in ("sum", "sum_over_batch_size"):
+        fit(X, Y, model=compiled(keras.losses.MeanSquaredError(reduction=reduction)))
+
+
+class Counts(keras.Sequential):
+    """Has two metrics of its own, which ``forward`` updates."""
+
+    def watch(self, *names: str) -> Any:
+        with strategy_of(2).scope():
+            self.means = [keras.metrics.Mean(name=name) for name in names]
+            self.compile(optimizer=keras.optimizers.SGD(0.1))
+        return self
+
+    @staticmethod
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        for mean in model.means:
+            mean.update_state(batch[0][:, 0])
+        return mean_of(model, batch, training)
+
+
+def counting(*names: str) -> Any:
+    return made(lambda: Counts([keras.Input((4,)), keras.layers.Dense(2)])).watch(*names)
+
+
+@example("Two metrics have one name, so the logs would hold one of them")
+def two_metrics_of_one_name(told: Told) -> None:
+    with told():
+        model = counting("mean", "mean")
+        tmg.fit(model, (X, Y), step=step(model, None, model.optimizer, forward=model.forward),
+                verbose=0)  # fmt: skip
+    fit(X, Y, model=(model := counting("mean", "other")), forward=model.forward)
+
+
+@example("A metric has the name of a loss")
+def a_metric_named_loss(told: Told) -> None:
+    with told():
+        fit(X, Y, model=(model := counting("loss")), forward=model.forward)
+    fit(X, Y, model=(model := counting("first")), forward=model.forward)
+
+
+@example("Your input ran out of data")
+def too_little_data(told: Told) -> None:
+    with told():
+        fit(batches(), steps_per_epoch=3, epochs=2)
+    fit(batches().repeat(), steps_per_epoch=3, epochs=2)
+
+
+@example("verbose must be 0, 1, 2 or 'auto'")
+def verbose_of_three(told: Told) -> None:
+    with told():
+        fit(X, Y, verbose=3)
+    fit(X, Y, verbose=0)
+
+
+@example("A callback must be a keras.callbacks.Callback")
+def a_callback_as_a_class(told: Told) -> None:
+    model = compiled()
+    with told():
+        fit(X, Y, model=model, callbacks=[keras.callbacks.EarlyStopping])
+    checkpoints = tmg.Checkpoints("run", model, model.optimizer)
+    stopping = keras.callbacks.EarlyStopping(monitor="loss")
+    fit(X, Y, model=model, callbacks=[stopping, checkpoints.callback()])
+
+
+@example("BackupAndRestore resumes only Keras' own fit")
+def backup_and_restore(told: Told) -> None:
+    model = compiled()
+    with told():
+        fit(X, Y, model=model, callbacks=[keras.callbacks.BackupAndRestore("backup")])
+    checkpoints = tmg.Checkpoints("run", model, model.optimizer)
+    checkpoints.restore()
+    fit(X, Y, model=model, callbacks=[checkpoints.callback()])
+
+
+def chained(model: Any) -> Any:
+    other = step()
+    return tmg.chain_steps(trained_by(model), other, names=("first", "second"))
+
+
+@example("TerminateOnNaN reads the log 'loss'")
+def terminate_on_nan_in_a_chain(told: Told) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not np.isfinite(logs["first_loss"]):
+                self.model.stop_training = True
+
+    model = compiled()
+    with told():
+        tmg.fit(model, (X, Y), step=chained(model), callbacks=[keras.callbacks.TerminateOnNaN()])
+    tmg.fit(model, (X, Y), step=chained(model), callbacks=[Stop()], verbose=0)
+
+
+@example("The fit of Keras cannot put moving averages into sharded variables")
+def moving_averages_of_sharded_variables(told: Told) -> None:
+    def sharded(**options: Any) -> Any:
+        with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+            model = dense()
+            model.compile(keras.optimizers.SGD(0.1, **options), "mse")
+        return model
+
+    with told():
+        fit(X, Y, model=sharded(use_ema=True))
+    fit(X, Y, model=sharded())
+    model = sharded(use_ema=True)
+    step(model, "mse", model.optimizer)((X, Y))
+
+
+@example("{} uses the optimizer of the model, which the step does not train with")
+def a_schedule_of_another_optimizer(told: Told) -> None:
+    model, optimizer = made(), optimizer_of()
+    trained = step(model, optimizer=optimizer)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
+    with strategy_of(2).scope():
+        model.compile(keras.optimizers.SGD(0.1))
+    with told():
+        tmg.fit(model, (X, Y), step=trained, callbacks=[schedule], verbose=0)
+    with strategy_of(2).scope():
+        model.compile(optimizer)
+    tmg.fit(model, (X, Y), step=trained, callbacks=[schedule], verbose=0)
+
+
+@example("they cannot run inside a tf.function")
+def fit_in_a_function(told: Told) -> None:
+    with told():
+        tf.function(lambda: fit(X, Y), autograph=False)()
+    fit(X, Y)
+    trained = step()
+    (batch,) = distribute(batches(size=8))
+    iterator = iter(distribute(batches(size=8)))
+    tf.function(lambda it: trained(next(it))["loss"], autograph=False)(iterator)
+    trained(batch)
+
+
+@example("fit, evaluate and predict take one data argument")
+def data_twice(told: Told) -> None:
+    with told():
+        tmg.evaluate(fitted(), (X, Y), x=X)
+    tmg.evaluate(fitted(), (X, Y), verbose=0)
+
+
+@example("A tuple is (x, y), so it holds labels already")
+def a_tuple_beside_labels(told: Told) -> None:
+    with told():
+        fit((X, X), Y)
+    fit((X, Y))
+    with strategy_of(2).scope():
+        first, second = keras.Input((4,)), keras.Input((4,))
+        added = keras.layers.Add()([first, second])
+        model = keras.Model([first, second], keras.layers.Dense(2)(added))
+        model.compile("sgd", "mse")
+    fit([X, X], Y, model=model)
+
+
+@example("validation_split works only for arrays")
+def a_split_of_a_dataset(told: Told) -> None:
+    with told():
+        fit(batches(), validation_split=0.5)
+    fit(batches().take(1), validation_data=batches().skip(1))
+
+
+@example("validation_split is a fraction that leaves examples")
+def a_split_that_leaves_nothing(told: Told) -> None:
+    with told():
+        fit(X, Y, validation_split=0.999)
+    fit(X, Y, validation_split=0.5)
+
+
+@example("only if an epoch is one pass over the data")
+def checkpoints_with_steps_per_epoch(told: Told) -> None:
+    model = compiled()
+    dataset = single_examples()
+    with told():
+        callback = tmg.Checkpoints("first", model, model.optimizer).callback()
+        fit(dataset.batch(2), model=model, steps_per_epoch=3, callbacks=[callback])
+    checkpoints = tmg.Checkpoints(
+        "run", model, model.optimizer,
+        data=lambda epoch: dataset.shuffle(8, seed=epoch).batch(2).take(3),
+    )  # fmt: skip
+    fit(checkpoints.data, model=model, callbacks=[checkpoints.callback()])
+
+
+@example("The data was distributed for another strategy than that of the model")
+def data_for_three(told: Told) -> None:
+    with told():
+        fit(distribute(batches(), 3))
+    fit(batches())
+    fit(tmg.distribute_dataset(batches(), strategy_of(2)))
+
+
+@example("The data has no end, so a pass over it would never finish")
+def endless(told: Told) -> None:
+    with told():
+        tmg.evaluate(fitted(), batches().repeat())
+    tmg.evaluate(fitted(), batches().repeat(), steps=100, verbose=0)
+    tmg.evaluate(fitted(), batches(), verbose=0)
+
+
+@example("{} works only for arrays (x, y). Received")
+def sample_weight_beside_a_dataset(told: Told) -> None:
+    with told():
+        tmg.evaluate(fitted(), batches(), sample_weight=np.ones(8))
+    tmg.evaluate(fitted(), batches(X, Y, np.ones(8, "float32")), verbose=0)
+
+
+@example("The data is already distributed, so {} cannot be applied")
+def shares_of_distributed_data(told: Told) -> None:
+    with told():
+        fit(distribute(batches()), shares=(1, 2))
+    fit(batches(), shares=(1, 2))
+    fit(distribute(batches()))
+
+
+@example("Keras gave its own data to a step of tfmultigpu")
+def train_on_batch_in_a_callback(told: Told) -> None:
+    class Calls(keras.callbacks.Callback):
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.call = call
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.call(self.model)
+
+    def both(model: Any) -> None:
+        model.evaluate(X, Y, verbose=0)
+        model.predict(X, verbose=0)
+
+    model = compiled()
+    with told():
+        fit(X, Y, model=model, callbacks=[Calls(lambda model: model.train_on_batch(X, Y))])
+    fit(X, Y, model=model, callbacks=[Calls(both)])
+    trained = step(model, "mse", model.optimizer)
+    fit(X, Y, model=model, callbacks=[Calls(lambda model: trained((X, Y)))])
+
+
+@example("A callback or the data raised what ends an epoch without a word")
+def stop_iteration(told: Told) -> None:
+    class Ends(keras.callbacks.Callback):
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise StopIteration
+
+    class Stops(keras.callbacks.Callback):
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    model = compiled()
+    with told():
+        fit(X, Y, model=model, callbacks=[Ends()])
+    fit(X, Y, model=model, callbacks=[Stops()])
+
+
+@example("{} has no argument {}")
+def an_unknown_argument(told: Told) -> None:
+    with told():
+        fit(X, Y, epoch=1)
+    fit(X, Y, epochs=1)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return {}
+
+
+@example("The model replaces {} of Keras")
+def a_train_step(told: Told) -> None:
+    def own() -> Any:
+        return OwnStep([keras.Input((4,)), keras.layers.Dense(2)])
+
+    model = compiled(build=own)
+    with told():
+        fit(X, Y, model=model)
+    with strategy_of(2).scope():
+        model.compile(keras.optimizers.SGD(0.1))
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        x, y = batch
+        values = tf.reduce_sum(tf.square(y - model(x, training=training)), axis=-1)
+        return tmg.LossSum(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32))
+
+    tmg.fit(model, (X, Y), forward=forward, verbose=0)
+
+
+@example("The predictions of the batches do not make one array")
+def predictions_of_other_lengths(told: Told) -> None:
+    model = made(lambda: keras.Sequential([keras.Input((None,)), keras.layers.Identity()]))
+
+    def make() -> Any:
+        return iter([X[:, :3], X])
+
+    spec = tf.TensorSpec([None, None])
+    data = tf.data.Dataset.from_generator(make, output_signature=spec)
+    with told():
+        tmg.predict(model, data, verbose=0)
+    padded = data.map(lambda x: tf.pad(x, [[0, 0], [0, 4 - tf.shape(x)[1]]]))
+    tmg.predict(model, padded, verbose=0)
+    predict = tmg.make_predict_step(model, strategy_of(2), verify=False)
+    assert [predict(batch).shape for batch in distribute(data)] == [(8, 3), (8, 4)]
+
+
+@example("prepare takes a keras.Model")
+def prepared_layer(told: Told) -> None:
+    with told():
+        tmg.prepare(keras.layers.Dense(2))
+    tmg.prepare(fitted()).close()
+
+
+@example("The step does not train the model, which callbacks would save")
+def a_step_of_another_model(told: Told) -> None:
+    trained = step(other := made())
+    with told():
+        tmg.fit(made(), (X, Y), step=trained, verbose=0)
+    tmg.fit(other, (X, Y), step=trained, verbose=0)
+
+
+@example("forward computes the loss itself and shows no labels")
+def a_loss_beside_forward(told: Told) -> None:
+    model = compiled("mse")
+    with told():
+        fit(X, Y, model=model, forward=mean_of)
+    with strategy_of(2).scope():
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+    fit(X, Y, model=model, forward=mean_of)
+    fit(X, Y, model=(other := counting("mean")), forward=other.forward)
+
+
+@example("A step has its own options")
+def options_beside_a_step(told: Told) -> None:
+    model = compiled()
+    with told():
+        tmg.fit(model, (X, Y), step=trained_by(model), clip_norm=1.0, verbose=0)
+    tmg.fit(model, (X, Y), step=trained_by(model, clip_norm=1.0), verbose=0)
+    fit(X, Y, model=model, clip_norm=1.0)
+
+
+@example("fit has validation data and nothing to validate with")
+def nothing_to_validate_with(told: Told) -> None:
+    model = made()
+    trained = step(model)
+    with told():
+        tmg.fit(model, (X, Y), step=trained, validation_data=(X, Y), verbose=0)
+    evaluate = tmg.make_eval_step(model, "mse", strategy_of(2), verify=False)
+    tmg.fit(model, (X, Y), step=trained, eval_step=evaluate, validation_data=(X, Y), verbose=0)
+    other = compiled("mse")
+    tmg.fit(other, (X, Y), step=trained_by(other), validation_data=(X, Y), verbose=0)
+
+
+@example("step must come from tmg.make_train_step or tmg.chain_steps")
+def a_function_as_step(told: Told) -> None:
+    model = compiled()
+    with told():
+        tmg.fit(model, (X, Y), step=lambda batch: {})
+    tmg.fit(model, (X, Y), step=trained_by(model), verbose=0)
+    tmg.fit(model, (X, Y), step=chained(model), verbose=0)
+
+
+@example("The step was made for another strategy than that of the model")
+def a_step_for_three(told: Told) -> None:
+    other = made(replicas=3)
+    trained = tmg.make_train_step(other, optimizer_of(3), "mse", strategy_of(3), verify=False)
+    with told():
+        tmg.fit(compiled(), (X, Y), step=trained)
+    model = compiled()
+    tmg.fit(model, (X, Y), step=trained_by(model), verbose=0)
+
+
+@example("shuffle must be True or False")
+def shuffle_of_batches(told: Told) -> None:
+    with told():
+        fit(X, Y, shuffle="batch")
+    fit(X, Y, shuffle=True)
+    fit(X, Y, shuffle=False)

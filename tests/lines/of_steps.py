@@ -1,0 +1,549 @@
+"""Steps: what they are made of, given and called with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from lines.messages import Told, example
+from lines.parts import (
+    X,
+    Y,
+    batches,
+    compiled,
+    dense,
+    distribute,
+    fit,
+    made,
+    optimizer_of,
+    step,
+    strategy_of,
+)
+
+BATCH = X, Y
+
+
+def two_heads() -> Any:
+    x = keras.Input((4,))
+    return keras.Model(x, {name: keras.layers.Dense(2, name=name)(x) for name in ("a", "b")})
+
+
+def mean_of(model: Any, batch: Any, training: bool) -> Any:
+    return tmg.loss_sum("mse", batch[1], model(batch[0], training=training))
+
+
+def by_forward(forward: Any, build: Any = dense, **options: Any) -> Any:
+    return step(made(build), None, forward=forward, **options)(BATCH)
+
+
+@example("model must be a Keras model or layer")
+def normalized_by_name(told: Told) -> None:
+    model = made(lambda: keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()]))
+    with told():
+        tmg.synchronize_batch_norm("model")
+    tmg.synchronize_batch_norm(model)
+
+
+@example("A step runs on all replicas of its strategy by itself")
+def a_step_in_another_scope(told: Told) -> None:
+    trained = step()
+    with told(), strategy_of(3).scope():
+        trained(BATCH)
+    trained(BATCH)
+
+
+@example("The batch was distributed for another strategy")
+def a_batch_of_tensorflow_for_three(told: Told) -> None:
+    trained = step()
+    (batch,) = strategy_of(3).experimental_distribute_dataset(batches(size=8))
+    with told():
+        trained(batch)
+    (batch,) = strategy_of(2).experimental_distribute_dataset(batches(size=8))
+    trained(batch)
+
+
+@example("A batch that is passed into a tf.function of your own")
+def a_batch_into_a_function(told: Told) -> None:
+    trained = step()
+    (batch,) = distribute(batches(size=8))
+    with told():
+        tf.function(lambda shards: trained(shards)["loss"], autograph=False)(batch)
+    trained(batch)
+    iterator = iter(distribute(batches(size=8)))
+    tf.function(lambda it: trained(next(it))["loss"], autograph=False)(iterator)
+    trained.run(iter(distribute(batches(size=8))), 3)
+
+
+@example("got no rows")
+def a_shard_without_rows(told: Told) -> None:
+    trained = step()
+    one = batches(X[:1], Y[:1])
+    (batch,) = strategy_of(2).experimental_distribute_dataset(one)
+    with told():
+        trained(batch)
+    for batch in distribute(one):
+        trained(batch)
+
+
+@example("A batch is a tensor or a tuple or dict of tensors with rows")
+def a_number_in_a_batch(told: Told) -> None:
+    trained = step()
+    with told():
+        trained((X, 3.0))
+    for batch in distribute(batches()):
+        trained(batch)
+
+
+@example("A stateful layer carries the state of each row")
+def stateful(told: Told) -> None:
+    def build(**options: Any) -> Any:
+        shape = {"batch_shape": (8, 2, 4)} if options else {"shape": (2, 4)}
+        return keras.Sequential([keras.Input(**shape), keras.layers.GRU(2, **options)])
+
+    sequences = np.ones((8, 2, 4), "float32"), Y
+    with told():
+        step(made(lambda: build(stateful=True)))(sequences)
+    step(made(build))(sequences)
+    alone = tmg.create_strategy(devices=1)
+    with alone.scope():
+        model, optimizer = build(stateful=True), keras.optimizers.SGD()
+    tmg.make_train_step(model, optimizer, "mse", alone, verify=False)(sequences)
+
+
+@example("The model has no variables yet and could not be built")
+def not_built(told: Told) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x["features"])
+
+    model = made(Own)
+    with told():
+        step(model)(BATCH)
+    with strategy_of(2).scope():
+        model({"features": X[:1]})
+    step(model)(({"features": X}, Y))
+
+
+@example("chain_steps takes steps of make_train_step")
+def a_chain_of_functions(told: Told) -> None:
+    d_step, g_step = step(), step()
+    with told():
+        tmg.chain_steps(d_step, lambda batch: None)
+    tmg.chain_steps(d_step, g_step, names=("d", "g"))
+
+
+@example("There is one name, another one, for each step")
+def two_names_alike(told: Told) -> None:
+    first, second = step(), step()
+    with told():
+        tmg.chain_steps(first, second, names=("step", "step"))
+    tmg.chain_steps(first, second, names=("step_1", "step_2"))
+
+
+@example("A seed generator was created outside the scope")
+def seeds_outside_the_scope(told: Told) -> None:
+    def noisy(seeds: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            x = batch[0] + keras.random.normal(tf.shape(batch[0]), seed=seeds)
+            return tmg.loss_sum("mse", batch[1], model(x))
+
+        return forward
+
+    outside = keras.random.SeedGenerator(1)
+    with told():
+        by_forward(noisy(outside))
+    with strategy_of(2).scope():
+        seeds = keras.random.SeedGenerator(1)
+    by_forward(noisy(seeds))
+
+
+@example("is never called. Name it")
+def a_hook_with_a_typing_error(told: Told) -> None:
+    def named(hook: str) -> Any:
+        return type("Own", (tmg.steps.Feature,), {hook: lambda self, gradient: gradient})
+
+    with told():
+        named("on_gradients")
+    step(features=[named("on_gradient")()])(BATCH)
+
+
+def gathering(model: Any, batch: Any, training: bool) -> Any:
+    y, outputs = tmg.gather_rows((batch[1], model(batch[0])))
+    value = tf.reduce_mean(tf.square(y - outputs))
+    rows = tf.cast(tf.shape(batch[0])[0], tf.float32)
+    return tmg.LossSum(value * rows, rows)
+
+
+@example("gather_rows would see the rows of one micro-batch only")
+def gathered_in_micro_batches(told: Told) -> None:
+    with told():
+        by_forward(gathering, micro_batches=2)
+    by_forward(gathering, micro_batches=1)
+
+
+@example("is called where the global batch is not known")
+def gathered_anywhere(told: Told) -> None:
+    with told():
+        strategy_of(2).run(lambda: tmg.gather_rows(X))
+    by_forward(gathering)
+    for batch in distribute(batches()):
+        strategy_of(2).run(lambda x, y: tmg.gather_rows(x), args=batch)
+    run = strategy_of(2).run
+    function = tf.function(
+        lambda iterator: run(lambda x, y: tmg.gather_rows(x), args=next(iterator)), autograph=False
+    )
+    function(iter(distribute(batches())))
+
+
+@example("gather_rows takes dense tensors of numbers or truth values")
+def gathered_ragged(told: Told) -> None:
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0]])
+
+    def gathered(convert: Any) -> None:
+        for batch in distribute(batches(ragged)):
+            strategy_of(2).run(lambda x: tmg.gather_rows(convert(x)), args=batch)
+
+    with told():
+        gathered(lambda value: value)
+    # Of one width on all replicas, as rows of one tensor are.
+    gathered(lambda value: value.to_tensor(shape=[None, 2]))
+
+
+@example("clip_norm is positive and finite")
+def clip_norm_of_zero(told: Told) -> None:
+    with told():
+        step(clip_norm=0.0)
+    step(clip_norm=1.0)
+
+
+@example("XLA cannot compile what needs the other replicas")
+def gathered_by_xla(told: Told) -> None:
+    with told():
+        by_forward(gathering, jit_compile=True)
+    by_forward(gathering)
+
+
+@example("shard_update is True, False or 'auto'")
+def unknown_shard_update(told: Told) -> None:
+    with told():
+        step(shard_update="yes")
+    step(shard_update="auto")
+
+
+@example("verify is 'first', True, False or 'gradients'")
+def unknown_verify(told: Told) -> None:
+    with told():
+        step(verify="always")
+    step(verify=True)
+
+
+@example("What the loss is divided by depends on trained variables")
+def a_trained_weight(told: Told) -> None:
+    def weighted(stop: bool) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            outputs = model(batch[0])
+            weights = tf.nn.softplus(outputs[:, 0])
+            values = tf.reduce_mean(tf.square(outputs - batch[1]), -1)
+            total = tf.reduce_sum(weights)
+            return tmg.LossSum(
+                tf.reduce_sum(weights * values), tf.stop_gradient(total) if stop else total
+            )
+
+        return forward
+
+    def over_all(model: Any, batch: Any, training: bool) -> Any:
+        outputs = model(batch[0])
+        weights = tf.nn.softplus(outputs[:, 0])
+        values = tf.reduce_mean(tf.square(outputs - batch[1]), -1)
+        total, rows = tf.reduce_sum(tmg.gather_rows(weights)), tmg.rows()
+        count, all_rows = (tf.cast(n, tf.float32) for n in (rows.count, rows.total))
+        return tmg.LossSum(tf.reduce_sum(weights * values) / total * all_rows, count)
+
+    with told():
+        by_forward(weighted(stop=False))
+    by_forward(weighted(stop=True))
+    by_forward(over_all, verify="gradients")
+
+
+@example("variables must hold variables of the model")
+def variables_of_another_model(told: Told) -> None:
+    first, second = made(), made()
+    with told():
+        step(first, variables=second.trainable_variables)
+    with strategy_of(2).scope():
+        both = keras.Model()
+        both.parts = [first, second]
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        outputs = model.parts[0](batch[0]) + model.parts[1](batch[0])
+        return tmg.loss_sum("mse", batch[1], outputs)
+
+    step(both, None, forward=forward, variables=second.trainable_variables)(BATCH)
+
+
+@example("There is a loss but no labels")
+def no_labels(told: Told) -> None:
+    with told():
+        step()(X)
+    step()((X, Y))
+    step()((X, Y, np.ones(8, "float32")))
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        return tmg.loss_sum("mse", tf.zeros_like(batch[:, :2]), model(batch))
+
+    step(None, None, forward=forward)(X)
+
+
+@example("forward returns a sum over its rows")
+def forward_of_a_mean(told: Told) -> None:
+    with told():
+        by_forward(lambda model, batch, training: tf.reduce_mean(model(batch[0])))
+    by_forward(mean_of)
+    by_forward(
+        lambda model, batch, training: tmg.LossSum(
+            tf.reduce_sum(model(batch[0])), tf.cast(tf.size(batch[1]), tf.float32)
+        )
+    )
+
+
+@example("Give either a loss, or forward=f(model, batch, training)")
+def loss_and_forward(told: Told) -> None:
+    with told():
+        step(None, "mse", forward=mean_of)
+    step(None, None, forward=mean_of)(BATCH)
+    step(None, "mse")(BATCH)
+
+
+@example("A regularizer gets the value of its own variable")
+def a_regularizer_of_another_variable(told: Told) -> None:
+    def tied() -> Any:
+        first, second = keras.layers.Dense(4), keras.layers.Dense(4)
+        first.build((None, 4))
+        second.kernel_regularizer = lambda kernel: tf.reduce_sum(tf.square(kernel - first.kernel))
+        return keras.Sequential([keras.Input((4,)), first, second, keras.layers.Dense(2)])
+
+    class Tied(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [keras.layers.Dense(4), keras.layers.Dense(4), keras.layers.Dense(2)]
+
+        def call(self, x: Any) -> Any:
+            for layer in self.parts:
+                x = layer(x)
+            between = self.parts[0].kernel - self.parts[1].kernel
+            self.add_loss(tf.reduce_sum(tf.square(between)))
+            return x
+
+    with told():
+        step(made(tied))(BATCH)
+    step(made(Tied), verify=True)(BATCH)
+
+
+@example("forward reads the losses of the model")
+def losses_counted_twice(told: Told) -> None:
+    def build() -> Any:
+        return dense(kernel_regularizer="l2")
+
+    def with_losses(model: Any, batch: Any, training: bool) -> Any:
+        pair = mean_of(model, batch, training)
+        return tmg.LossSum(pair.sum + sum(model.losses), pair.weight)
+
+    with told():
+        by_forward(with_losses, build)
+    by_forward(mean_of, build)
+
+
+@example("do not fit. Received")
+def a_loss_of_an_unknown_output(told: Told) -> None:
+    labels = {"a": Y, "b": Y}
+    with told():
+        step(made(two_heads), {"a": "mse", "up": "mse"})((X, labels))
+    step(made(two_heads), {"a": "mse", "b": "mse"})((X, labels))
+    step(made(two_heads), ["mse", "mse"])((X, [Y, Y]))
+
+
+@example("loss_weights are numbers, which a step takes in once")
+def a_variable_as_loss_weight(told: Told) -> None:
+    with strategy_of(2).scope():
+        weight = keras.Variable(0.5, trainable=False)
+    labels = {"a": Y, "b": Y}
+    losses = {"a": "mse", "b": "mse"}
+    with told():
+        step(made(two_heads), tmg.steps.Objective(losses, loss_weights={"a": weight, "b": 1.0}))(
+            (X, labels)
+        )
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        outputs = model(batch[0])
+        one = tmg.loss_sum("mse", batch[1]["a"], outputs["a"])
+        other = tmg.loss_sum("mse", batch[1]["b"], outputs["b"])
+        factor = tf.convert_to_tensor(weight.value)
+        return tmg.LossSum(one.sum * factor + other.sum, one.weight)
+
+    step(made(two_heads), None, forward=forward)((X, labels))
+
+
+@example("A metric of a step is a keras.metrics.Metric")
+def a_mean_as_metric(told: Told) -> None:
+    with strategy_of(2).scope():
+        mean, error = keras.metrics.Mean(), keras.metrics.MeanAbsoluteError()
+    with told():
+        step(metrics=[mean])
+    assert "loss" in step(metrics=[error])(BATCH)
+
+
+@example("With forward the step sees no labels and predictions")
+def metrics_beside_forward(told: Told) -> None:
+    with strategy_of(2).scope():
+        error = keras.metrics.MeanAbsoluteError()
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        outputs = model(batch[0])
+        error.update_state(batch[1], outputs)
+        return tmg.loss_sum("mse", batch[1], outputs)
+
+    with told():
+        by_forward(mean_of, metrics=[error])
+    by_forward(forward)
+
+
+@example("A step takes one batch")
+def two_arguments(told: Told) -> None:
+    trained = step()
+    with told():
+        trained(X, Y)
+    trained((X, Y))
+
+
+@example("step.run takes an iterator")
+def run_of_a_dataset(told: Told) -> None:
+    trained = step()
+    with told():
+        trained.run(batches(), 2)
+    iterator = iter(tmg.distribute_dataset(batches(), strategy_of(2)))
+    assert int(trained.run(iterator, 2)["steps"]) == 2
+
+
+@example("Received: data for {}; a step for {}")
+def run_of_data_for_three(told: Told) -> None:
+    trained = step()
+    with told():
+        trained.run(iter(distribute(batches(), 3)), 1)
+    trained.run(iter(distribute(batches())), 1)
+
+
+@example("There is nothing to minimise")
+def no_loss(told: Told) -> None:
+    with told():
+        step(None, None)(BATCH)
+    step(None, "mse")(BATCH)
+    step(None, None, forward=mean_of)(BATCH)
+    fit(X, Y, model=compiled("mse"))
+
+
+@example("Two logs of a chain have one name")
+def two_logs_of_a_chain(told: Told) -> None:
+    labels = {"a": Y, "b": Y}
+    losses = {"a": "mse", "b": "mse"}
+    heads = step(made(two_heads), losses)
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        return tmg.loss_sum("mse", batch[1]["a"], model(batch[0]))
+
+    other = step(None, None, forward=forward)
+    with told():
+        tmg.chain_steps(heads, other, names=("x", "x_a"))((X, labels))
+    tmg.chain_steps(heads, other, names=("x", "y"))((X, labels))
+
+
+@example("No gradient reaches any trainable variable")
+def no_gradient_at_all(told: Told) -> None:
+    def rounded(model: Any, batch: Any, training: bool) -> Any:
+        return tmg.loss_sum("mse", batch[1], tf.stop_gradient(model(batch[0])))
+
+    with told():
+        by_forward(rounded)
+    by_forward(mean_of)
+
+
+def one_used() -> Any:
+    x = keras.Input((4,))
+    used, unused = keras.layers.Dense(2, name="used"), keras.layers.Dense(2, name="unused")
+    return keras.Model(x, [used(x), unused(x)])
+
+
+@example("No gradient reaches some trainable variables")
+def no_gradient_of_some(told: Told) -> None:
+    model = made(one_used)
+    with told():
+        step(model, ["mse", None])((X, [Y, None]))
+    model = made(one_used)
+    model.get_layer("unused").trainable = False
+    step(model, ["mse", None])((X, [Y, None]))
+
+
+@example("The model has no trainable variables")
+def nothing_is_trained(told: Told) -> None:
+    model = made()
+    model.trainable = False
+    with told():
+        step(model)(BATCH)
+    model.trainable = True
+    step(model)(BATCH)
+
+
+@example("The model does something else each time that it is traced")
+def another_seed_in_each_call(told: Told) -> None:
+    with strategy_of(2).scope():
+        once = keras.random.SeedGenerator(1)
+
+    def noisy(seeds: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            noise = keras.random.normal(tf.shape(batch[0]), seed=seeds())
+            return tmg.loss_sum("mse", batch[1], model(batch[0] + noise))
+
+        return forward
+
+    with told():
+        by_forward(noisy(lambda: keras.random.SeedGenerator(1)))
+    by_forward(noisy(lambda: once))
+
+
+@example("The batch was cut for another strategy")
+def run_of_a_batch_for_three(told: Told) -> None:
+    (batch,) = distribute(batches(size=8), 3)
+    with told():
+        strategy_of(2).run(lambda x, y: tf.reduce_sum(x), args=batch)
+    (batch,) = distribute(batches(size=8))
+    strategy_of(2).run(lambda x, y: tf.reduce_sum(x), args=batch)
+
+
+@example("must be a {}. Received: {}. Write {} = {}.")
+def a_strategy_by_name(told: Told) -> None:
+    with told():
+        tmg.distribute_dataset(batches(), "mirrored")
+    strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+    tmg.distribute_dataset(batches(), strategy)
+
+
+@example("The {} was created {}. Received: variable {}")
+def made_outside_the_scope(told: Told) -> None:
+    with told():
+        step(dense(), optimizer=optimizer_of())
+    with told():
+        step(made(replicas=3), optimizer=optimizer_of())
+    outside = keras.optimizers.SGD(0.1)
+    outside.build([keras.Variable(1.0)])
+    with told():
+        step(optimizer=outside)
+    with strategy_of(2).scope():
+        model, optimizer = dense(), keras.optimizers.SGD(0.1)
+    step(model, optimizer=optimizer)(BATCH)
