@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,20 @@ def counted(checkpoints: Any, epochs: int = 1) -> None:
 class Remembers(keras.callbacks.Callback):
     """Has an attribute that no file can hold."""
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.what = what
+        self.what = deque([1])
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.what.append(batch)
 
 
 class RemembersByHand(Remembers):
     def state(self) -> Any:
-        return 1
+        return list(self.what)
 
     def set_state(self, value: Any) -> None:
-        self.what = value
+        self.what = deque(value)
 
 
 @example("Checkpoints cannot save these attributes of callbacks")
@@ -52,8 +56,8 @@ def attributes_of_a_callback(told: Told) -> None:
         fit(X, Y, model=model, callbacks=callbacks)
 
     with told():
-        trained("first", Remembers(lambda: None))
-    trained("second", RemembersByHand(lambda: None))
+        trained("first", Remembers())
+    trained("second", RemembersByHand())
 
 
 @example("Checkpoints hold one fit")
@@ -85,7 +89,7 @@ def all_damaged(told: Told) -> None:
     tmg.Checkpoints("run", *small()).save().write_bytes(b"")
     with told():
         tmg.Checkpoints("run", *small()).restore()
-    assert tmg.Checkpoints("another", *small()).restore() == 0
+    tmg.Checkpoints("another", *small()).restore()
 
 
 @example("A checkpoint is damaged and was skipped")

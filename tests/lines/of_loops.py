@@ -45,9 +45,10 @@ def a_layer(told: Told) -> None:
 
 @example("{} was called inside the scope of another strategy")
 def fit_in_another_scope(told: Told) -> None:
+    model = fitted()
     with told(), strategy_of(3).scope():
-        fit(X, Y)
-    fit(X, Y)
+        fit(X, Y, model=model)
+    fit(X, Y, model=model)
 
 
 @example("the data has no labels. Received")

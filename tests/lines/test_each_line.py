@@ -16,6 +16,8 @@ for _file in sorted(Path(__file__).parent.glob("of_*.py")):
     importlib.import_module(f"lines.{_file.stem}")
 
 
+# Keras reads a learning rate by an old protocol of NumPy.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.run.__name__)
 def test_the_line_helps(example: Example, tmp_path: Any, monkeypatch: Any) -> None:
