@@ -27,6 +27,12 @@ def test_each_example_has_one_message() -> None:
     assert not registered().keys() & WITHOUT.keys()
 
 
+# Fails if two examples have one name, by which processes find them.
+def test_each_example_has_a_name_of_its_own() -> None:
+    names = [node.name for node in registered().values()]
+    assert len(set(names)) == len(names)
+
+
 # Fails if an example makes the mistake and does not run the line.
 def test_each_example_ends_with_the_line() -> None:
     bare = [

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from law.processes import pool
+from law.processes import call_all, pool
+from law.worker_functions import join
 
 from lines.messages import EXAMPLES, Example, told
+from lines.of_clusters import run_on_a_worker
 from lines.of_devices import run_alone
 
 for _file in sorted(Path(__file__).parent.glob("of_*.py")):
@@ -28,6 +31,14 @@ def test_the_line_helps(example: Example, tmp_path: Any, monkeypatch: Any) -> No
         worker = pool().start()
         worker.call(run_alone, example.run.__name__)
         worker.end()
+        return
+    if example.run.__module__ == run_on_a_worker.__module__:
+        workers = pool().cluster()
+        call_all(workers, os.chdir, str(tmp_path))
+        call_all(workers, join)
+        call_all(workers, run_on_a_worker, example.run.__name__)
+        for worker in workers:
+            worker.end()
         return
     told_now = []
 

@@ -1,5 +1,30 @@
-"""Messages whose line a test on CPUs of one machine cannot run, with the reason."""
+"""Messages without an example, with the reason: most need what a CPU of one machine has not."""
 
 from __future__ import annotations
 
-WITHOUT: dict[str, str] = {}
+_INSIDE = "is caught inside and told as part of another message"
+_RESTART = "the line is to restart all workers: tests/workers/test_launch_resume.py does"
+_RESULT = "states a difference that was found; what to write depends on it"
+
+WITHOUT = {
+    # A cluster of several machines, a TPU, or the end of the process.
+    "The workers met, but TensorFlow could not start": _RESTART,
+    "Another worker is gone, and the others cannot continue": _RESTART,
+    "workers did not come within": _RESTART,
+    "The workers do not call the same things in the same order": _RESTART,
+    "worker {} was in {}, and workers {} were elsewhere": _RESTART,
+    "Two strategies over different devices have added": _RESTART,
+    "Another worker could not determine the memory": "needs a GPU of unknown memory on one worker",
+    "answers, but TensorFlow finds no TPU there": "needs a TPU",
+    # What no user sees by itself.
+    "module {} has no attribute {}": "is Python's own, of a name that does not exist",
+    "it does not answer": _INSIDE,
+    "it closed the connection": _INSIDE,
+    "it sends no messages of a worker": _INSIDE,
+    "The worker has another __main__": _INSIDE,
+    "{} is not an array": _INSIDE,
+    # What a test of the user's is told.
+    "First differences, after step {}": _RESULT,
+    "train returned other names on replicas": _RESULT,
+    "Worker {} of {} {}. Its last output": "shows the output of a program that failed",
+}

@@ -1,0 +1,179 @@
+"""What several workers are told: each example runs on both workers of a cluster at once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from law import worker_functions
+
+import tfmultigpu as tmg
+from lines.messages import EXAMPLES, Told, example, told
+from lines.parts import X, Y, dense
+
+BATCH = X, Y
+
+
+def run_on_a_worker(name: str) -> None:
+    """Runs an example of this file on this worker, which has joined the cluster."""
+    (chosen,) = [one for one in EXAMPLES if one.run.__name__ == name]
+    chosen.run(lambda: told(chosen.messages()))
+
+
+def strategy() -> Any:
+    return worker_functions._joined["strategy"]
+
+
+def worker() -> int:
+    return int(strategy().cluster_resolver.task_id)
+
+
+def compiled(**options: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy().scope():
+        model = dense()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def step(optimizer: Any = None, model: Any = None, **options: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy().scope():
+        model = model or dense()
+        optimizer = optimizer or keras.optimizers.SGD(0.1)
+    return tmg.make_train_step(model, optimizer, "mse", strategy(), verify=False, **options)
+
+
+fit = functools.partial(tmg.fit, verbose=0, verify=False)
+
+
+@example("The workers call {} with different arguments")
+def other_epochs(told: Told) -> None:
+    model = compiled()
+    with told():
+        fit(model, BATCH, epochs=1 + worker())
+    fit(model, BATCH, epochs=1)
+
+
+@example("Only some workers changed their learning rate or weights")
+def a_callback_on_one_worker(told: Told) -> None:
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate.assign(0.05)
+
+    model = compiled()
+    with told():
+        fit(model, BATCH, epochs=2, callbacks=[Halves()] if worker() else [])
+    model = compiled()
+    fit(model, BATCH, epochs=2, callbacks=[Halves()])
+
+
+@example("The workers shard other variables")
+def other_sizes_of_shards(told: Told) -> None:
+    with strategy().scope():
+        with told(), tmg.sharded_variables(at_least=1 + worker()):
+            dense()
+        with tmg.sharded_variables(at_least=1):
+            dense()
+
+
+@example("The workers create different variables")
+def other_sharded_variables(told: Told) -> None:
+    with strategy().scope(), tmg.sharded_variables(at_least=0):
+        with told():
+            keras.Variable(np.ones(2 + worker()))
+        keras.Variable(np.ones(2))
+
+
+@example("If one of several workers runs out of memory")
+def find_batch_size_in_a_cluster(told: Told) -> None:
+    with told(), strategy().scope():
+        tmg.find_batch_size(lambda size: None, limit=4)
+    assert tmg.find_batch_size(lambda size: None, limit=4) == 4  # As in a separate process.
+
+
+@example("The workers read different data")
+def an_unseeded_shuffle_on_workers(told: Told) -> None:
+    def data(seed: int | None) -> Any:
+        dataset = tf.data.Dataset.from_tensor_slices((np.arange(40.0), np.arange(40.0)))
+        return tmg.distribute_dataset(dataset.shuffle(40, seed=seed).batch(4), strategy())
+
+    tf.random.set_seed(worker())
+    with told():
+        list(data(None))
+    list(data(1))
+    keras.utils.set_random_seed(1)
+    list(data(None))
+
+
+@example("The workers begin with different values of {}")
+def weights_on_one_worker(told: Told) -> None:
+    trained = step()
+    if worker() == 0:
+        trained.model.set_weights([np.zeros_like(w) for w in trained.model.get_weights()])
+    with told():
+        trained(BATCH)
+    trained = step()
+    trained.model.set_weights([np.zeros_like(w) for w in trained.model.get_weights()])
+    trained(BATCH)
+
+
+@example("The workers train with a different {}")
+def other_clipping(told: Told) -> None:
+    with told():
+        step(clip_norm=1.0 + worker())(BATCH)
+    step(clip_norm=1.0)(BATCH)
+
+
+@example("This process has joined a cluster already")
+def joining_twice(told: Told) -> None:
+    with told():
+        tmg.create_strategy("multi_worker", fallback=False)
+    assert strategy().num_replicas_in_sync == 2
+
+
+@example("An optimizer in strategy.run would add gradients over the workers once more")
+def an_optimizer_in_replicas(told: Told) -> None:
+    keras.utils.set_random_seed(1)
+    with strategy().scope():
+        model, optimizer = dense(), keras.optimizers.SGD(0.1)
+        variables = model.trainable_variables
+        optimizer.build(variables)
+        window = tmg.GradientAccumulator(variables)
+
+    def replica(batch: Any) -> None:
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum("mse", batch[1], model(batch[0]))
+        window.add(tape.gradient(pair.sum, variables), pair.weight)
+
+    def apply(gradients: Any) -> None:
+        optimizer.apply(gradients, variables)
+
+    def inside(batch: Any) -> None:
+        strategy().run(replica, args=(batch,))
+        strategy().run(apply, args=(window.reduce()[0],))
+
+    def outside(batch: Any) -> None:
+        strategy().run(replica, args=(batch,))
+        tmg.apply_reduced_gradients(optimizer, window.reduce()[0], variables)
+
+    (batch,) = tmg.distribute_dataset(BATCH, strategy(), batch_size=8)
+    with told():
+        tf.function(inside, autograph=False)(batch)
+    tf.function(outside, autograph=False)(batch)
+
+
+@example("The workers see different checkpoints in {}")
+def folders_of_their_own(told: Told) -> None:
+    model = compiled()
+    checkpoints = tmg.Checkpoints(f"own-{worker()}", model, model.optimizer)
+    if worker() == 0:
+        checkpoints.directory.mkdir(exist_ok=True)
+    checkpoints.save()
+    with told():
+        tmg.Checkpoints(f"own-{worker()}", model, model.optimizer).restore()
+    tmg.Checkpoints("shared", model, model.optimizer).save()
+    tmg.Checkpoints("shared", model, model.optimizer).restore()
