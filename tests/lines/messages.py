@@ -143,9 +143,13 @@ class Example:
 
 
 def matching(words: str) -> list[Message]:
-    """Returns the messages whose text has these words, with ``{}`` for what is filled in."""
+    """Returns the messages that begin with these words, else those that have them.
+
+    ``{}`` stands for what is filled in.
+    """
     plain = words.replace("{}", VALUE)
-    return [message for message in messages() if plain in message.text]
+    having = [message for message in messages() if plain in message.text]
+    return [message for message in having if message.text.startswith(plain)] or having
 
 
 EXAMPLES: list[Example] = []

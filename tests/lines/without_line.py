@@ -14,8 +14,11 @@ WITHOUT = {
     "The workers do not call the same things in the same order": _RESTART,
     "worker {} was in {}, and workers {} were elsewhere": _RESTART,
     "Two strategies over different devices have added": _RESTART,
+    "The workers shard other variables": "needs several GPUs on each worker",
+    "The workers create different variables": "needs several GPUs on each worker",
     "Another worker could not determine the memory": "needs a GPU of unknown memory on one worker",
     "answers, but TensorFlow finds no TPU there": "needs a TPU",
+    "The variables do not fit on the devices": "needs devices whose memory is known",
     # What no user sees by itself.
     "module {} has no attribute {}": "is Python's own, of a name that does not exist",
     "it does not answer": _INSIDE,
