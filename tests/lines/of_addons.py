@@ -233,6 +233,67 @@ def what_one_device_cannot_run(told: Told) -> None:
     step(None, None, forward=forward, verify=False)(BATCH)
 
 
+@example("The result depends on how the batch was cut")
+def rows_that_meet(told: Told) -> None:
+    rows = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+    def train(layer: Any = None, forward: Any = None, change: Any = None) -> None:
+        layers = [layer()] if layer else []
+        model = made(lambda: keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)]))
+        if change is not None:
+            change(model)
+        loss = None if forward else "mse"
+        step(model, loss, forward=forward, verify="first")((rows, rows[:, :2]))
+
+    # BatchNormalization: tmg.synchronize_batch_norm(model).
+    with told():
+        train(keras.layers.BatchNormalization)
+    train(keras.layers.BatchNormalization, change=tmg.synchronize_batch_norm)
+
+    # A loss over the whole batch: tmg.gather_rows(tensor).
+    def spread(gather: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            outputs = model(batch[0])
+            values = tf.reduce_sum(tf.square(outputs - tf.reduce_mean(gather(outputs), 0)), -1)
+            return tmg.LossSum(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32))
+
+        return forward
+
+    with told():
+        train(forward=spread(lambda outputs: outputs))
+    train(forward=spread(tmg.gather_rows))
+
+    # A mean in place of a sum: tmg.LossSum(tf.reduce_sum(values), tf.size(values)).
+    def weighted(mean: bool) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            values = tf.square(model(batch[0]) - batch[1])
+            if mean:
+                return tmg.LossSum(tf.reduce_mean(values), tf.ones([]))
+            return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
+
+        return forward
+
+    with told():
+        step(None, None, forward=weighted(mean=True), verify="first")((rows[:7], rows[:7, :2]))
+    train(forward=weighted(mean=False))
+
+    # A sum over rows that a layer adds: self.add_loss(values).
+    class Adds(keras.layers.Layer):
+        total = False
+
+        def call(self, x: Any) -> Any:
+            values = tf.reduce_sum(tf.square(x), -1)
+            self.add_loss(tf.reduce_sum(values) if self.total else values)
+            return x
+
+    class AddsTheSum(Adds):
+        total = True
+
+    with told():
+        train(AddsTheSum)
+    train(Adds)
+
+
 def returning(value: Any) -> Any:
     return lambda strategy: value
 

@@ -144,14 +144,12 @@ def _named(
         for key, part in value.items():
             yield from _named(part, f"{name}[{key!r}]", strategy)
     elif isinstance(value, list | tuple):
-        fields = getattr(value, "_fields", None)
         for place, part in enumerate(value):
-            inner = f"{name}[{place}]" if fields is None else f"{name}.{fields[place]}"
-            yield from _named(part, inner, strategy)
+            yield from _named(part, f"{name}[{place}]", strategy)
     elif isinstance(value, keras.Variable | tf.Variable):
         path = getattr(value, "path", value.name)
-        inner = value.value if isinstance(value, keras.Variable) else value
-        yield f"{name} ({path})", _copies(inner, strategy)
+        variable = value.value if isinstance(value, keras.Variable) else value
+        yield f"{name} ({path})", _copies(variable, strategy)
     elif isinstance(value, tf.distribute.DistributedValues):
         raise TfMultiGpuError(
             f"strategy.run returns a value for each replica, and one device has one. Received: "
