@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -77,21 +76,6 @@ def find_batch_size_in_a_cluster(told: Told) -> None:
     with told(), strategy().scope():
         tmg.find_batch_size(lambda size: None, limit=4)
     assert tmg.find_batch_size(lambda size: None, limit=4) == 4  # As in a separate process.
-
-
-@example("The workers read different data")
-def an_unseeded_shuffle_on_workers(told: Told) -> None:
-    def data(seed: int | None) -> Any:
-        dataset = tf.data.Dataset.from_tensor_slices((np.arange(40.0), np.arange(40.0)))
-        return tmg.distribute_dataset(dataset.shuffle(40, seed=seed).batch(4), strategy())
-
-    tf.random.set_seed(worker())
-    # The worker that differs from the first is told.
-    with told() if worker() else contextlib.nullcontext():
-        list(data(None))
-    list(data(1))
-    keras.utils.set_random_seed(1)
-    list(data(None))
 
 
 @example("The workers begin with different values of {}")

@@ -30,20 +30,24 @@ def lines_of_explain() -> None:
     """Follows the lines of ``explain`` from a program on one device to one that uses two."""
     tmg.split_device("CPU:0", parts=2)
     model, optimizer = parts()
-    assert tmg.explain(model, optimizer).codes == ("no-strategy",)
+    report = tmg.explain(model, optimizer)
+    assert "no-strategy" in report.codes
     strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
     report = tmg.explain(model, optimizer, None, strategy)
-    assert report.codes == ("model-scope", "optimizer-scope")
+    assert {"model-scope", "optimizer-scope"} <= {*report.codes} - {"no-strategy"}
     with strategy.scope():
         model = parts()[0]
-    assert tmg.explain(model, optimizer, None, strategy).codes == ("optimizer-scope",)
+    report = tmg.explain(model, optimizer, None, strategy)
+    assert "optimizer-scope" in report.codes
+    assert "model-scope" not in report.codes
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
     examples = ROWS((np.ones((64, 3), "float32"), np.ones((64, 1), "float32")))
     for wrong in (examples, examples.batch(1), examples.take(0).batch(8)):
-        assert tmg.explain(model, optimizer, wrong, strategy).codes == ("small-batch",)
-    assert tmg.explain(model, optimizer, examples.batch(8), strategy).codes == ("in-order",)
+        assert "small-batch" in tmg.explain(model, optimizer, wrong, strategy).codes
+    report = tmg.explain(model, optimizer, examples.batch(8), strategy)
+    assert not {"small-batch", "optimizer-scope", "model-scope"} & {*report.codes}
 
 
 def lines_of_doctor() -> None:
