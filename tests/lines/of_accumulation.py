@@ -73,11 +73,18 @@ def two_kinds_of_weights(told: Told) -> None:
     strategy_of(2).run(replica, args=(window(variables), window(variables)))
 
 
-@example("limit must be a positive number")
+@example("{} must be a positive, finite number")
 def clip_limit_of_zero(told: Told) -> None:
     with told():
         tmg.clip_gradients([tf.constant([1.0])], 0)
     tmg.clip_gradients([tf.constant([1.0])], 1.0)
+    for wrong in (0, -8.0):
+        with told():
+            tmg.LossScale(wrong)
+    tmg.LossScale(1024.0)
+    with told():
+        step(clip_norm=0.0)
+    step(clip_norm=1.0)
 
 
 @example("What follows the addition over the replicas is done once")
@@ -98,13 +105,6 @@ def float8(told: Told) -> None:
     with told():
         step(made(quantized))((X, Y))
     step(made())((X, Y))
-
-
-@example("A loss scale is 'dynamic', None or above 0")
-def loss_scale_of_zero(told: Told) -> None:
-    with told():
-        tmg.LossScale(0)
-    tmg.LossScale(1024.0)
 
 
 @example("A LossScaleOptimizer scales dynamically")

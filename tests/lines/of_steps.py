@@ -217,13 +217,6 @@ def gathered_ragged(told: Told) -> None:
     gathered(lambda value: value.to_tensor(shape=[None, 2]))
 
 
-@example("clip_norm is positive and finite")
-def clip_norm_of_zero(told: Told) -> None:
-    with told():
-        step(clip_norm=0.0)
-    step(clip_norm=1.0)
-
-
 @example("XLA cannot compile what needs the other replicas")
 def gathered_by_xla(told: Told) -> None:
     with told():
