@@ -20,7 +20,6 @@ from worker_mutations import PROCESSES
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
-    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16),
-    *(*STATE, *THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES),
-    *(*TESTING),
+    *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
+    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING),
 )
