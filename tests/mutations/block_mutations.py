@@ -65,14 +65,14 @@ BLOCKS = (
     ),
     broken(
         "every pass has the seeds of the first",
-        "            self.preprocessing.begin_pass()\n        return ShardIterator(",
-        "            pass\n        return ShardIterator(",
+        "            begun.append(self.preprocessing.begin_pass())",
+        "            pass",
         "test_datasets.py::test_preprocessing_gives_each_row_its_own_random_numbers",
     ),
     broken(
         "shares go to the replicas in reverse",
-        "num_replicas_in_sync)\n    preprocessing = None\n",
-        "num_replicas_in_sync)[::-1]\n    preprocessing = None\n",
+        "num_replicas_in_sync)\n    preprocessing, reader = None, None\n",
+        "num_replicas_in_sync)[::-1]\n    preprocessing, reader = None, None\n",
         "test_shares.py::test_replicas_get_their_shares_of_each_batch[capacities0-8]",
     ),
     broken(

@@ -263,14 +263,14 @@ LAW = (
     ),
     broken(
         "predictions come by replica, the last one first",
-        "tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)",
-        "tf.concat(list(parts)[::-1], 0)",
+        "        return tf.concat(list(parts), 0)\n\n    return tf.nest",
+        "        return tf.concat(list(parts)[::-1], 0)\n\n    return tf.nest",
         f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[3]",
     ),
     broken(
         "a small batch is predicted once for each replica",
-        "else rows[: count_rows(rows) // copies]",
-        "else rows",
+        "slice_rows(rows, 0, count_rows(rows) // copies)",
+        "rows",
         f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",
     ),
     # Windows over batches -------------------------------------------------------------------------
