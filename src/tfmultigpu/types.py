@@ -15,6 +15,15 @@ LossScaling: TypeAlias = Literal["dynamic"] | float | None
 StepsPerCall: TypeAlias = Literal["auto"] | int
 Verbose: TypeAlias = Literal["auto", 0, 1, 2]
 
+# Objects of Keras and TensorFlow, which no checker knows; the names say what they are.
+KerasModel: TypeAlias = Any
+KerasOptimizer: TypeAlias = Any
+KerasVariable: TypeAlias = Any
+KerasLayer: TypeAlias = Any
+Scalar: TypeAlias = Any  # A tensor of shape (), or a number.
+Shard: TypeAlias = Any  # The rows of a replica, or a batch: a nested structure of tensors.
+BatchSpec: TypeAlias = Any  # The type specs of a batch, in its structure.
+
 
 class Model(Protocol):
     """The part of a Keras model that a checker compares; Keras itself has no types."""

@@ -16,34 +16,34 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 17_500,
-    "src/*": 950,
-    "src/accumulation": 1_260,
+    "src together": 20_800,
+    "src/*": 1_250,
+    "src/accumulation": 1_480,
     "src/addons": 10,
-    "src/addons/checkpoints": 990,
-    "src/addons/diagnostics": 940,
-    "src/addons/loops": 2_230,
-    "src/addons/sharding": 940,
-    "src/addons/testing": 630,
+    "src/addons/checkpoints": 1_150,
+    "src/addons/diagnostics": 1_030,
+    "src/addons/loops": 2_580,
+    "src/addons/sharding": 990,
+    "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 700,
-    "src/addons/workers": 1_430,
-    "src/data": 2_000,
+    "src/addons/verification": 810,
+    "src/addons/workers": 1_510,
+    "src/data": 2_340,
     "src/devices": 650,
-    "src/steps": 4_200,
-    "src/strategies": 1_380,
-    "tests together": 27_000,
+    "src/steps": 5_500,
+    "src/strategies": 1_590,
+    "tests together": 35_500,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
 DENSITY = {
-    "comprehensions per 1,000 lines": 51.3,
-    "comprehensions inside others": 21,
-    "conditional expressions per 1,000 lines": 31,
-    "the word Any": 1_560,
-    "objects made without their constructor": 3,
-    "attributes set from outside their object": 46,
-    "fmt: skip": 25,
+    "comprehensions per 1,000 lines": 46,
+    "comprehensions inside others": 18,
+    "conditional expressions per 1,000 lines": 26.6,
+    "the word Any": 1_470,
+    "objects made without their constructor": 2,
+    "attributes set from outside their object": 42,
+    "fmt: skip": 24,
 }
 
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp

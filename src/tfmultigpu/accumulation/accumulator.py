@@ -13,6 +13,7 @@ from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
 from tfmultigpu.strategies.scopes import check_scope, current_strategy, refuse_legacy_keras
 from tfmultigpu.strategies.topology import describe, tf_variable
+from tfmultigpu.types import KerasVariable, Scalar
 
 
 class GradientAccumulator:
@@ -36,7 +37,7 @@ class GradientAccumulator:
         ([3.0], 3.0)
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[KerasVariable]) -> None:
         """Creates the state of each replica; call it in ``strategy.scope()``."""
         refuse_legacy_keras(variables)
         self.variables = list(variables) if isinstance(variables, Iterable) else []
@@ -62,7 +63,7 @@ class GradientAccumulator:
         count = tf.convert_to_tensor(self._count)
         return count if tf.inside_function() else int(count)
 
-    def add(self, gradients: Sequence[Any], weight: Any) -> None:
+    def add(self, gradients: Sequence[Any], weight: Scalar) -> None:
         """Adds one micro-batch on this replica, without communication; replica context.
 
         Args:
@@ -147,7 +148,7 @@ class GradientAccumulator:
         )
 
 
-def _check_entered(variables: Sequence[Any]) -> None:
+def _check_entered(variables: Sequence[KerasVariable]) -> None:
     """Checks that the scope of the strategy of variables is entered, where sums will live."""
     inner = tf_variable(variables[0])
     strategy = getattr(inner, "distribute_strategy", None)

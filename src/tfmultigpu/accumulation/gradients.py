@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_positive
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.types import KerasVariable
 
 BY_HAND = (
     "Write in strategy.scope(): window = tmg.GradientAccumulator(variables); in the function given "
@@ -112,7 +113,7 @@ def sum_dtype(dtype: Any) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def refuse_float8(variables: Sequence[Any]) -> None:
+def refuse_float8(variables: Sequence[KerasVariable]) -> None:
     """Raises an error for trained float8 layers, whose scales replicas cannot add."""
     new = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if new:

@@ -12,6 +12,7 @@ from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dty
 from tfmultigpu.accumulation.losses import Division, LossSum, note_division
 from tfmultigpu.arguments import check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.types import KerasOptimizer, KerasVariable
 
 # Windows of 16 batches are as many times larger, and the shard of another replica, which is not
 # known here, may have a row more: at most twice as many.
@@ -66,7 +67,7 @@ class LossScale:
             )
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[KerasVariable]:
         """The variables that hold its state, for checkpoints; none if it is fixed."""
         return [] if self.growth_steps is None else [self.scale, self.good_steps]
 
@@ -137,18 +138,18 @@ class LossScale:
         self.good_steps.assign(tf.where(finite & ~grow, good + 1, tf.zeros_like(good)))
 
 
-def unwrap_optimizer(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: KerasOptimizer) -> Any:
     """Returns the optimizer inside a ``keras.optimizers.LossScaleOptimizer``, or itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def parts_of(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: KerasOptimizer) -> list[Any]:
     """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", ())) or [optimizer]
 
 
 def make_loss_scale(
-    loss_scale: str | float | None, optimizer: Any, strategy: tf.distribute.Strategy
+    loss_scale: str | float | None, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy
 ) -> LossScale | None:
     """Returns the loss scale for a training step of a built optimizer.
 

@@ -19,6 +19,7 @@ from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
+from tfmultigpu.types import Scalar
 
 OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
@@ -44,13 +45,13 @@ class LossSum(NamedTuple):
     """
 
     sum: Any
-    weight: Any
+    weight: Scalar
 
 
 class FixedLossSum(LossSum):
     """Loss with ``reduction="sum"``, whose weight is 1 in total, however often it is added."""
 
-    def __new__(cls, sum: Any, weight: Any) -> FixedLossSum:
+    def __new__(cls, sum: Any, weight: Scalar) -> FixedLossSum:
         """Notes it on the weight; a ``tf.function`` that returns the pair keeps the class alone."""
         with suppress(AttributeError):  # ``tf.nest`` makes pairs of specs and numbers, too.
             setattr(weight, _FIXED, True)
@@ -102,7 +103,7 @@ class LossTerm:
     """Additive part of a step's loss on one shard."""
 
     sum: Any
-    weight: Any  # What divides the sum, after both were added over all shards.
+    weight: Scalar  # What divides the sum, after both were added over all shards.
     per_row: float | None = None  # The weight of a row, if that is a constant.
     fixed: bool = False  # Whether the weight is that of each shard, and is not added.
     name: str | None = None  # The output.
@@ -111,7 +112,7 @@ class LossTerm:
 
 
 def loss_sum(
-    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, *, row_weight: Any = None
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, *, row_weight: Scalar = None
 ) -> LossSum:
     """Returns the loss of one shard as a sum and a weight, two scalars of at least float32.
 
@@ -138,7 +139,7 @@ def loss_sum(
         (4.0, 2.0)
     """
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
-    factor: Any = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
+    factor: Scalar = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
     total = term.sum * tf.ensure_shape(factor, [])
     replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
     rows = rows_of_step.get()
@@ -323,7 +324,7 @@ def _has_rows(values: tf.TensorShape, predictions: tf.TensorShape) -> bool:
     return some or predictions[0] in (0, 1, values[0])
 
 
-def _same_rank(first: Any, second: Any) -> tuple[Any, Any]:
+def _same_rank(first: Scalar, second: Any) -> tuple[Any, Any]:
     """Adds or removes a last axis of size 1 if the ranks differ by one, as Keras does."""
     if first.shape.rank < second.shape.rank:
         second, first = _same_rank(second, first)

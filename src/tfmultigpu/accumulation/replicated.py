@@ -24,6 +24,7 @@ from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 
 _Addends = list[list[Any]]
 
@@ -33,7 +34,9 @@ class Replicated:
 
     owned = False
 
-    def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy, reason: str) -> None:
+    def __init__(
+        self, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy, reason: str
+    ) -> None:
         """Takes an optimizer that was created in the scope of the strategy."""
         # Updates are remembered by optimizer, and must not keep it alive.
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
@@ -45,13 +48,13 @@ class Replicated:
         """The optimizer that does the work, without a ``LossScaleOptimizer`` around it."""
         return self._optimizer()
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[KerasVariable]) -> None:
         """Creates the state of the optimizer before anything is traced."""
         if not self.optimizer.built:
             with self.strategy.scope():
                 self.optimizer.build(list(variables))
 
-    def add(self, addends: _Addends, variables: Sequence[Any]) -> _Addends:
+    def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
         return sum_over_replicas(self.strategy, addends)
 
@@ -70,12 +73,15 @@ class Replicated:
         )
         return gradient._replace(norm=norm, valid=valid), others
 
-    def at(self, variable: Any) -> AbstractContextManager[Any]:
+    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
         """Places what is computed of a variable on the device where its gradients are added."""
         return nullcontext()
 
     def apply(
-        self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[KerasVariable],
+        after: Sequence[Any] = (),
     ) -> None:
         """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
@@ -98,7 +104,9 @@ class Replicated:
         """Makes stock methods right that write by ``strategy.extended.update``, for example EMA."""
         yield
 
-    def _apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    def _apply(
+        self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
+    ) -> None:
         hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
         if any(len(self._local(gradient)) > 1 for gradient in gradients):
@@ -123,7 +131,7 @@ class Owned(Replicated):
 
     owned = True
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[KerasVariable]) -> None:
         """Creates what the optimizer keeps of a variable once, on the device of its owner."""
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
@@ -137,7 +145,7 @@ class Owned(Replicated):
         if optimizer.built:
             return
 
-        def with_owner(_: Any, variable: Any) -> AbstractContextManager[Any]:
+        def with_owner(_: Any, variable: KerasVariable) -> AbstractContextManager[Any]:
             owner = self._owners.get(id(variable))
             return nullcontext() if owner is None else tf.device(self.devices[owner])
 
@@ -151,13 +159,13 @@ class Owned(Replicated):
         for each in (optimizer, *parts_of(optimizer)):
             each.apply = _refuse_replicas
 
-    def add(self, addends: _Addends, variables: Sequence[Any]) -> _Addends:
+    def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Adds each gradient on the device of its owner, and the other sums on the first."""
         places = [*map(self._device, variables), self.devices[0]]
         sums = sum_on_devices(addends, places)
         return [sum_over_workers(self.strategy, sums, places)]
 
-    def at(self, variable: Any) -> AbstractContextManager[Any]:
+    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
         """Places what is computed of a variable with its owner."""
         return tf.device(self._device(variable))  # type: ignore[no-any-return]
 
@@ -170,7 +178,7 @@ class Owned(Replicated):
 
         def update(
             original: Any,
-            variable: Any,
+            variable: KerasVariable,
             function: Any,
             args: Any = (),
             kwargs: Any = None,
@@ -184,7 +192,7 @@ class Owned(Replicated):
             if owner is None:  # A counter, for example, is on all replicas.
                 return original(variable, function, args, kwargs=kwargs, group=group)
 
-            def on_owner(copy: Any, *args: Any, **kwargs: Any) -> None:
+            def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
                 if copy is copies[owner]:
                     function(copy, *args, **kwargs)
 
@@ -200,7 +208,7 @@ class Owned(Replicated):
         with patching(self.strategy.extended, "update", update):
             yield
 
-    def _device(self, variable: Any) -> str:
+    def _device(self, variable: KerasVariable) -> str:
         return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
 
 

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
+from tfmultigpu.types import KerasOptimizer
 
 _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple)
 
@@ -19,14 +20,14 @@ class Settings:
         self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # As they are, and were.
         self._ignored: set[str] = set()
 
-    def note(self, optimizer: Any, *, traced: bool = False) -> None:
+    def note(self, optimizer: KerasOptimizer, *, traced: bool = False) -> None:
         """Remembers an optimizer as it is now; a cache that a trace changes is not a setting."""
         if traced:
             self._ignored |= self._differing()
         self._optimizer = optimizer
         self._noted = [(vars(each), dict(vars(each))) for each in _holders(optimizer)]
 
-    def changed(self, optimizer: Any) -> bool:
+    def changed(self, optimizer: KerasOptimizer) -> bool:
         """Returns whether this is another optimizer, or it has other settings; asked each step."""
         if optimizer is not self._optimizer:
             return True
@@ -63,7 +64,7 @@ class Settings:
         return different - self._ignored
 
 
-def _holders(optimizer: Any) -> list[Any]:
+def _holders(optimizer: KerasOptimizer) -> list[Any]:
     """Returns all optimizers that there are in one, and their schedules."""
     import keras
 

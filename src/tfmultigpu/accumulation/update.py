@@ -18,6 +18,7 @@ from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
+from tfmultigpu.types import KerasOptimizer, KerasVariable
 
 # Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
@@ -25,14 +26,14 @@ PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
 _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
 
 
-def update_of(optimizer: Any) -> Replicated | None:
+def update_of(optimizer: KerasOptimizer) -> Replicated | None:
     """Returns what ``choose_update`` has chosen for an optimizer; None if it has not yet."""
     return _chosen.get(unwrap_optimizer(optimizer))
 
 
 def choose_update(
-    optimizer: Any,
-    variables: Sequence[Any],
+    optimizer: KerasOptimizer,
+    variables: Sequence[KerasVariable],
     strategy: tf.distribute.Strategy,
     shard_update: str | bool = "auto",
 ) -> Replicated:
@@ -42,8 +43,8 @@ def choose_update(
 
 
 def _choose(
-    optimizer: Any,
-    variables: Sequence[Any],
+    optimizer: KerasOptimizer,
+    variables: Sequence[KerasVariable],
     strategy: tf.distribute.Strategy,
     shard_update: str | bool,
 ) -> Replicated:
@@ -87,7 +88,11 @@ def _choose(
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply_reduced_gradients(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], *, where: Any = None
+    optimizer: KerasOptimizer,
+    gradients: Sequence[Any],
+    variables: Sequence[KerasVariable],
+    *,
+    where: Any = None,
 ) -> None:
     """Updates variables from gradients of the global batch; called once, outside of replicas.
 
@@ -141,7 +146,10 @@ def apply_reduced_gradients(
 
 
 def _decide(
-    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy, asked: str | bool
+    optimizer: KerasOptimizer,
+    variables: Sequence[KerasVariable],
+    strategy: tf.distribute.Strategy,
+    asked: str | bool,
 ) -> tuple[bool, str]:
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables

@@ -22,6 +22,7 @@ from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
+from tfmultigpu.types import KerasModel, KerasOptimizer
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {
@@ -32,7 +33,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def check_programs_alike(
-    strategy: tf.distribute.Strategy, model: Any, optimizer: Any, settings: Mapping[str, Any]
+    strategy: tf.distribute.Strategy,
+    model: KerasModel,
+    optimizer: KerasOptimizer,
+    settings: Mapping[str, Any],
 ) -> None:
     """Checks that workers made a step of the same; all must call it, before the first step."""
     exchange = WorkerExchange(strategy)
@@ -102,7 +106,9 @@ def _config(value: Any) -> Any:
         return None
 
 
-def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: Any = None) -> None:
+def check_values_alike(
+    strategy: tf.distribute.Strategy, model: KerasModel, optimizer: KerasOptimizer = None
+) -> None:
     """Checks that a model and its optimizer have the same values on all workers; all must call it.
 
     What layers count by themselves, such as the statistics of a normalization, may differ between

@@ -15,6 +15,8 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from tfmultigpu.types import KerasVariable
+
 _scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
 
 
@@ -33,7 +35,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def __init__(self, before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> None:
         """Takes the values that variables seem to have, and whether metrics are updated."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
-        self.variables: list[Any] = []
+        self.variables: list[KerasVariable] = []
         self.early: set[Any] = set()
         self._before = list(before)  # Keeps the variables alive, so ids stay unique.
         self._values = {id(variable): value for variable, value in self._before}
@@ -78,7 +80,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         finally:
             self._values, self.variables, self._repeats = kept
 
-    def current(self, variable: Any) -> tf.Tensor:
+    def current(self, variable: KerasVariable) -> tf.Tensor:
         """Returns the value last assigned to a variable, or its own."""
         value = self._values.get(id(variable))
         return tf.convert_to_tensor(variable.value if value is None else value)
@@ -100,7 +102,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         if all(variable is not known for known in self.variables):
             self.variables.append(variable)
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: KerasVariable) -> Any:
         """Returns what Keras reads of a variable."""
         # A loop body must find the value that its last iteration assigned.
         if self._in_inner_graph() and not variable.trainable and not self._repeats:
@@ -116,7 +118,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def _in_inner_graph(self) -> bool:
         return tf.compat.v1.get_default_graph() is not self._graph
 
-    def _assign_at_once(self, variable: Any) -> None:
+    def _assign_at_once(self, variable: KerasVariable) -> None:
         """Assigns the deferred value of a variable in the graph that has it."""
         value = self._values.pop(id(variable), None)
         if value is not None:
@@ -125,7 +127,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
                 variable.assign(value)
             self.early.update(self._graph.get_operations()[before:])
 
-    def _note(self, variable: Any, own: Any) -> None:
+    def _note(self, variable: KerasVariable, own: Any) -> None:
         """Notes what a state has that was not assigned yet."""
         if self._notes and not variable.trainable:
             with self._graph.as_default():
@@ -151,7 +153,7 @@ def deferred_here() -> DeferredAssignments | None:
     return scope
 
 
-def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:
+def assign(variables: Sequence[KerasVariable], values: Sequence[Any], after: Sequence[Any]) -> None:
     """Assigns deferred values after the operations ``after``; call it in replica context."""
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):

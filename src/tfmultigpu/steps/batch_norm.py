@@ -12,9 +12,10 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.strategies.scopes import all_layers, check_backend
+from tfmultigpu.types import KerasLayer, KerasModel
 
 
-def synchronize_batch_norm(model: Any) -> Any:
+def synchronize_batch_norm(model: KerasModel) -> Any:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
     That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
@@ -52,7 +53,7 @@ def synchronize_batch_norm(model: Any) -> Any:
     return model
 
 
-def moments_of_replicas(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+def moments_of_replicas(original: Any, layer: KerasLayer, inputs: Any, mask: Any) -> Any:
     """Returns mean and variance over what the masks of all replicas leave of their rows.
 
     Keras synchronizes without a mask only. Here each sum of its formula is one over replicas.

@@ -17,6 +17,7 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.values import Shards
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Shard
 
 
 class BatchFunction:
@@ -41,7 +42,7 @@ class BatchFunction:
         self._compiled: dict[Any, Any] = {}  # By kind of batch; cheaper than asking tf.function.
         self._functions: dict[Any, Any] = {}  # By structure of the batch.
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Shard) -> Any:
         """Runs the function on a batch."""
         local, offsets = self.parts_of(batch)
         if tf.inside_function():
@@ -49,7 +50,7 @@ class BatchFunction:
             return self._call(packed, offsets)
         return self.run(batch, local, offsets)
 
-    def parts_of(self, batch: Any) -> tuple[list[list[Any]], Any]:
+    def parts_of(self, batch: Shard) -> tuple[list[list[Any]], Any]:
         """Returns the leaves of each local shard, and their offsets.
 
         A whole batch is one list of leaves, without offsets: it is cut in the compiled function.
@@ -67,7 +68,7 @@ class BatchFunction:
         local = with_dependencies(checks, local) if checks else local
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
-    def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
+    def run(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
         """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``."""
         with explaining_failures(
             self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
@@ -75,7 +76,7 @@ class BatchFunction:
             compiled, tensors = self.compiled(structure, local, offsets)
             return compiled(*tensors)
 
-    def compiled(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
+    def compiled(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
         """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
         leaves = [leaf for shard in local for leaf in shard]
         kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
@@ -85,7 +86,7 @@ class BatchFunction:
         present = [leaf for leaf in leaves if leaf is not None]
         return compiled, present if offsets is None else [*present, offsets]
 
-    def spec_of(self, batch: Any) -> Any:
+    def spec_of(self, batch: Shard) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
         local, _ = self.parts_of(batch)
         return tf.nest.pack_sequence_as(batch, [any_rows(leaf) for leaf in local[0]])
@@ -96,7 +97,7 @@ class BatchFunction:
             local, offsets = cut_batch(self.strategy, packed[0])
         return self.function(shards_of(self.strategy, local, offsets))
 
-    def _find(self, key: Any, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
+    def _find(self, key: Any, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
         whole = offsets is None
         function = self._functions.get(key) or self._compile(structure, len(local), whole=whole)
@@ -114,7 +115,7 @@ class BatchFunction:
         self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
         return concrete
 
-    def _compile(self, structure: Any, copies: int, *, whole: bool) -> Any:
+    def _compile(self, structure: Shard, copies: int, *, whole: bool) -> Any:
         absent = [leaf is None for leaf in tf.nest.flatten(structure)]
         skeleton = tf.nest.map_structure(lambda _: None, structure)  # Keeps no tensor alive.
 
@@ -161,7 +162,7 @@ class BatchFunction:
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
 
 
-def cut_batch(strategy: tf.distribute.Strategy, batch: Any) -> tuple[list[Any], Any]:
+def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any], Any]:
     """Returns a whole global batch as shards of equal size, and their offsets."""
     batch = tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
     shares = (1,) * strategy.num_replicas_in_sync
@@ -229,7 +230,7 @@ def _kind(leaf: Any, axis: int) -> Any:
     return any_rows(leaf)
 
 
-def _structure_key(structure: Any) -> Any:
+def _structure_key(structure: Shard) -> Any:
     """The structure without its leaves, hashable."""
     if isinstance(structure, (tuple, list)):
         return type(structure), tuple([_structure_key(part) for part in structure])

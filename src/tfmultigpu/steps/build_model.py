@@ -13,12 +13,13 @@ from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.scopes import all_layers, check_scope
+from tfmultigpu.types import BatchSpec, KerasModel
 
 # Layers that are attributes of a model and that its call passes over: they are never built.
 _passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def is_built(model: Any) -> bool:
+def is_built(model: KerasModel) -> bool:
     """Returns whether a model and every layer that it calls have their variables.
 
     ``model.build`` of a subclass marks the model as built and none of its layers, and a layer may
@@ -29,7 +30,9 @@ def is_built(model: Any) -> bool:
     return all(layer.built or layer in _passed_over for layer in all_layers(model))
 
 
-def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
+def prepare_model(
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: BatchSpec = None
+) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
@@ -49,7 +52,7 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         )
 
 
-def call_on_shapes(model: Any, specs: Any, **options: Any) -> Any:
+def call_on_shapes(model: KerasModel, specs: Any, **options: Any) -> Any:
     """Calls a model on shapes alone: returns symbolic outputs of Keras for type specs."""
 
     def tensor(spec: Any) -> Any:
@@ -60,7 +63,7 @@ def call_on_shapes(model: Any, specs: Any, **options: Any) -> Any:
         return model(tf.nest.map_structure(tensor, specs), **options)
 
 
-def _build(model: Any, batch_spec: Any) -> None:
+def _build(model: KerasModel, batch_spec: BatchSpec) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
         if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):

@@ -14,6 +14,7 @@ from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
+from tfmultigpu.types import KerasVariable
 
 
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
@@ -92,7 +93,7 @@ class ChainedStep(Step, Looped):
         """The comparison of each step with one device, by its name."""
         return {name: step.verification for name, step in self.steps.items()}
 
-    def changed_variables(self) -> list[Any]:
+    def changed_variables(self) -> list[KerasVariable]:
         """Returns the variables that the steps change."""
         return [v for step in self.train_steps for v in step.changed_variables()]
 

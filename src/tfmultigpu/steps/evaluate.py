@@ -19,6 +19,7 @@ from tfmultigpu.steps.runner import Looped, ModelStep, Runner
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
+from tfmultigpu.types import Scalar, Shard
 
 
 class EvalStep(ModelStep, Looped):
@@ -80,13 +81,13 @@ class EvalStep(ModelStep, Looped):
         assert layout is not None
         (stats,) = sum_over_replicas(self.strategy, [[one.stats] for one in passes])[0]
         sums_of_losses, weights = layout.unstack(stats)
-        penalty: Any = tf.zeros([])
+        penalty: Scalar = tf.zeros([])
         for variable in self.model.trainable_variables:
             if (found := penalty_of(variable)) is not None:
                 penalty += found[0]
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 
-    def _replica(self, shard: Any, rows: Rows, *_: Any, trace: Trace) -> Pass:
+    def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Pass:
         tracing = phases.tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
@@ -95,7 +96,7 @@ class EvalStep(ModelStep, Looped):
         state = tuple(tf.identity(deferred.current(variable)) for variable in trace.state)
         return Pass((), stack(terms, rows.weight), state)
 
-    def run_model(self, shard: Any) -> None:
+    def run_model(self, shard: Shard) -> None:
         """Runs the forward pass on a shard, for whoever watches its layers; traced."""
         self.forward(shard, training=False)
 

@@ -20,7 +20,15 @@ from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, check_scope, current_strategy
-from tfmultigpu.types import LossScaling as Scaling, Model, Optimizer, ShardUpdate, Strategy, Verify
+from tfmultigpu.types import (
+    KerasVariable,
+    LossScaling as Scaling,
+    Model,
+    Optimizer,
+    ShardUpdate,
+    Strategy,
+    Verify,
+)
 
 
 def make_train_step(
@@ -36,7 +44,7 @@ def make_train_step(
     loss_scale: Scaling = None,
     shard_update: ShardUpdate = "auto",
     jit_compile: bool = False,
-    variables: Sequence[Any] | None = None,
+    variables: Sequence[KerasVariable] | None = None,
     verify: Verify = "first",
     features: Sequence[Feature] = (),
 ) -> TrainStep:

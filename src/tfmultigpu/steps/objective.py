@@ -18,6 +18,7 @@ from tfmultigpu.steps.outputs import Output, match_outputs
 from tfmultigpu.steps.tally import Layout
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Scalar, Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +53,15 @@ class Forward:
         chosen: The variables to train; None for those of the model.
     """
 
-    model: Any
+    model: KerasModel
     objective: Objective
     forward: Callable[[Any, Any, bool], Any] | None = None
     chosen: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, model: Any, loss: Any, forward: Any = None, variables: Any = None) -> Forward:
+    def of(
+        cls, model: KerasModel, loss: Any, forward: Any = None, variables: Any = None
+    ) -> Forward:
         """Creates a forward pass from the arguments of a step."""
         if forward is not None and (loss is not None or not callable(forward)):
             raise LossError(
@@ -80,7 +83,7 @@ class Forward:
             return list(self.model.trainable_variables)
         return [variable for variable in self.chosen if variable.trainable]
 
-    def __call__(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output]]:
+    def __call__(self, shard: Shard, training: bool) -> tuple[list[LossTerm], list[Output]]:
         """Runs the model on a shard."""
         outputs: list[Output] = []
         with self._recording_added_losses() as added:
@@ -106,12 +109,12 @@ class Forward:
         own = {id(layer) for layer in all_layers(self.model.add_loss.__self__)}
         added: list[Any] = []
 
-        def add(original: Any, layer: Any, losses: Any) -> Any:
+        def add(original: Any, layer: KerasLayer, losses: Any) -> Any:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
                 added.extend(tf.nest.flatten(losses))
             return original(layer, losses)
 
-        def read(original: Any, layer: Any) -> Any:
+        def read(original: Any, layer: KerasLayer) -> Any:
             losses = original(layer)
             if losses and self.forward is not None and id(layer) in own:
                 warn(
@@ -127,7 +130,7 @@ class Forward:
             yield added
 
 
-def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
+def stack(terms: Sequence[LossTerm], row_weight: Scalar) -> tf.Tensor:
     """Returns the sums of the terms, then their weights, as one vector to add over shards."""
     parts = [term.sum for term in terms] + [term.weight for term in terms]
     dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
@@ -149,7 +152,7 @@ def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[An
         )
 
 
-def penalty_of(variable: Any, assigned: Any = None) -> tuple[Any, Any] | None:
+def penalty_of(variable: KerasVariable, assigned: Any = None) -> tuple[Any, Any] | None:
     """Returns the penalty of a variable, a float32 scalar, and its gradient; None without one.
 
     Args:
@@ -173,7 +176,7 @@ def penalty_of(variable: Any, assigned: Any = None) -> tuple[Any, Any] | None:
     return penalty, gradient
 
 
-def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
+def _check_variables(variables: Any, model: KerasModel) -> tuple[Any, ...]:
     """Returns the variables to train, each once."""
     chosen = {id(variable): variable for variable in variables}
     strange = [v for key, v in chosen.items() if key not in {id(own) for own in model.variables}]

@@ -15,6 +15,7 @@ from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
+from tfmultigpu.types import BatchSpec, KerasModel
 
 
 class Output(NamedTuple):
@@ -105,7 +106,7 @@ class StepMetrics:
         for metric in self.all:
             _check(metric, strategy)
 
-    def build(self, model: Any, batch_spec: Any) -> None:
+    def build(self, model: KerasModel, batch_spec: BatchSpec) -> None:
         """Creates, in the scope, the variables of metrics that wait for shapes (``F1Score``)."""
         if not any(_compat.waits_for_shapes(metric) for metric in self.all):
             return

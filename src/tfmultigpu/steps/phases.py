@@ -38,6 +38,7 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
 from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.types import KerasVariable, Scalar, Shard
 
 
 class OfReplicas(Protocol):
@@ -55,7 +56,7 @@ class Training(OfReplicas, Protocol):
     update: Replicated
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[KerasVariable]:
         """The trained variables."""
 
 
@@ -124,7 +125,14 @@ def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
 
 
 def train_replica(
-    step: Training, shard: Any, rows: Rows, state: Any, factor: Any, total: Any, *, trace: Trace
+    step: Training,
+    shard: Shard,
+    rows: Rows,
+    state: Any,
+    factor: Scalar,
+    total: Scalar,
+    *,
+    trace: Trace,
 ) -> Pass:
     """Goes forward and backward over the rows of one replica; changes no variable.
 
@@ -227,15 +235,19 @@ class _Trained:
         gradient: The gradient of the global batch, at least float32, or None.
     """
 
-    variable: Any
+    variable: KerasVariable
     sums: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
     assigned: Any = None
-    penalty: Any = None
+    penalty: Scalar = None
     gradient: Any = None
 
 
 def divide(
-    step: Training, sums: list[list[Any]], shards: Shards, state: Sequence[Any], trace: Trace
+    step: Training,
+    sums: list[list[Any]],
+    shards: Shards,
+    state: Sequence[Any],
+    trace: Trace,
 ) -> tuple[Gradient, Tally]:
     """Turns sums over the global batch into its gradient and its tally: the one division.
 
@@ -262,7 +274,12 @@ def divide(
 
 
 def _divide_here(
-    step: Training, trace: Trace, sums: list[Any], total: Any, factor: Any, assigned: Sequence[Any]
+    step: Training,
+    trace: Trace,
+    sums: list[Any],
+    total: Scalar,
+    factor: Scalar,
+    assigned: Sequence[Any],
 ) -> tuple[Gradient, tuple[Any, Any]]:
     """Checks the weights, divides, regularises, and has the features change the gradient.
 
@@ -320,7 +337,7 @@ def _divide_here(
 
 def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
     """Gives each variable the gradient of its penalty, and returns all penalties together."""
-    total: Any = tf.zeros([])
+    total: Scalar = tf.zeros([])
     known = {id(each.variable): each for each in trained}
     others = [v for v in step.forward.model.trainable_variables if id(v) not in known]
     for variable in (*(each.variable for each in trained), *others):

@@ -21,6 +21,7 @@ from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.types import KerasModel, Scalar, Shard
 
 
 class PredictStep(ModelStep):
@@ -38,7 +39,7 @@ class PredictStep(ModelStep):
     metrics: tuple[Any, ...] = ()
 
     def __init__(
-        self, model: Any, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()
+        self, model: KerasModel, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()
     ) -> None:
         """Use ``make_predict_step``, which checks what it is given."""
         self.strategy, self.features = strategy, tuple(features)
@@ -78,7 +79,7 @@ class PredictStep(ModelStep):
 
         return tf.nest.map_structure(first_copy, joined)
 
-    def _replica(self, shard: Any, rows: Rows, *_: Any, trace: Trace) -> Any:
+    def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Any:
         # A metric in a layer counts the rows of a small batch once, not once per copy.
         tracing = phases.tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
@@ -87,7 +88,7 @@ class PredictStep(ModelStep):
         assign(variables, [deferred.current(variable) for variable in variables], [])
         return outputs
 
-    def run_model(self, shard: Any) -> None:
+    def run_model(self, shard: Shard) -> None:
         """Runs the model on a shard, for whoever watches its layers; traced."""
         self.model(unpack_batch(shard)[0], training=False)
 
@@ -102,7 +103,7 @@ def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
     """Returns the rows of all replicas in order, from those of each of this process."""
     replicas = strategy.num_replicas_in_sync
 
-    def join(*parts: Any) -> Any:
+    def join(*parts: Scalar) -> Any:
         if parts[0] is None or replicas == 1:
             return parts[0]
         if parts[0].shape.rank == 0:

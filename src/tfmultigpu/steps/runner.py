@@ -29,6 +29,7 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
+from tfmultigpu.types import Shard
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Any], Any]]
@@ -135,7 +136,7 @@ class Runner:
 
     # One batch ----------------------------------------------------------------------------------
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Shard) -> Any:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
         with self._alone():
             self.settle(lambda: self.function.spec_of(batch))
@@ -229,7 +230,7 @@ class Runner:
             check_count("steps", steps, error=ValueError)
         if not isinstance(iterator, ShardIterator):
 
-            def split(element: Any) -> tuple[list[Any], Any]:
+            def split(element: Shard) -> tuple[list[Any], Any]:
                 return cut_batch(self.strategy, element)
 
             return iterator, structure_of(iterator.element_spec), split
@@ -260,7 +261,7 @@ class Runner:
         return loop, most
 
     def _compile(self, split: Split) -> Any:
-        def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
+        def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
             _, added = self._trace(shards_of(self.strategy, *split(element)))
             return _vectors(add(self._tallies(vectors), self._tallies(added)))
 
@@ -277,7 +278,7 @@ class Step:
     runner: Runner
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, batch: Any, *more: Any) -> Any:
+    def __call__(self, batch: Shard, *more: Any) -> Any:
         """Computes one batch: an element of a distributed dataset, or a whole global batch.
 
         Raises:

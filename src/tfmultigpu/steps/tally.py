@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
+from tfmultigpu.types import Scalar
 
 
 class Numbers(NamedTuple):
@@ -27,7 +28,7 @@ class Numbers(NamedTuple):
 
     steps: Any
     rows: Any
-    skipped: Any
+    skipped: Scalar
     sums: Sequence[Any]
     weights: Sequence[Any]
     means_of_rows: Sequence[Any]
@@ -180,10 +181,10 @@ class Tally(NamedTuple):
         layout: Layout,
         sums_of_losses: Sequence[Any],
         weights: Sequence[Any],
-        penalty: Any,
+        penalty: Scalar,
         rows: Any,
         *,
-        skipped: Any = 0.0,
+        skipped: Scalar = 0.0,
         last: Sequence[Any] = (0.0, 1.0),
     ) -> Tally:
         """Returns the tally of one step, from scalars of any float dtype.
@@ -262,7 +263,7 @@ def logs_of_step(tallies: Tallies) -> dict[str, Any]:
     return logs
 
 
-def _divided(total: Any, weight: Any) -> Any:
+def _divided(total: Scalar, weight: Scalar) -> Any:
     if tf.is_tensor(total):
         return tf.math.divide_no_nan(total, weight)
     return total / weight if weight else 0.0

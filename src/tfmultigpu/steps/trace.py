@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu.errors import LossError
+from tfmultigpu.types import KerasVariable
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def noting_effects() -> Iterator[list[Any]]:
     effects += [op for op in made if op.type != "ReadVariableOp"]
 
 
-def check_gradients(variables: list[Any], gradients: list[Any]) -> None:
+def check_gradients(variables: list[KerasVariable], gradients: list[Any]) -> None:
     """Tells which variables no gradient reaches; Python shows a warning once for a line."""
     without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
     if variables and len(without) == len(variables):

@@ -27,7 +27,14 @@ from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.types import ShardUpdate
+from tfmultigpu.types import (
+    BatchSpec,
+    KerasLayer,
+    KerasOptimizer,
+    KerasVariable,
+    Shard,
+    ShardUpdate,
+)
 
 
 class TrainStep(ModelStep, Looped):
@@ -50,7 +57,7 @@ class TrainStep(ModelStep, Looped):
     def __init__(
         self,
         forward: Forward,
-        optimizer: Any,
+        optimizer: KerasOptimizer,
         strategy: tf.distribute.Strategy,
         features: Sequence[Feature] = (),
         *,
@@ -79,13 +86,13 @@ class TrainStep(ModelStep, Looped):
         self.runner = Runner(self, locks)
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
-        self._layers: list[Any] = []
+        self._layers: list[KerasLayer] = []
         self._version, self._batch_spec = 0, None
         if update is not None:
             self.update = update
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[KerasVariable]:
         """The variables that it trains; frozen ones are left out."""
         return self.forward.trained
 
@@ -94,7 +101,7 @@ class TrainStep(ModelStep, Looped):
         """The steps of a chain, each once; here the step itself."""
         return (self,)
 
-    def changed_variables(self) -> list[Any]:
+    def changed_variables(self) -> list[KerasVariable]:
         """Returns what a step changes: of model, optimizer, features, and closures of forward."""
         states = [variable for feature in self.features for variable in feature.variables]
         metrics = [*self.metrics, *getattr(self.model, "metrics", ())]
@@ -138,7 +145,7 @@ class TrainStep(ModelStep, Looped):
         self._settings.note(self.optimizer)
         return is_stale
 
-    def build(self, batch_spec: Any = None) -> None:
+    def build(self, batch_spec: BatchSpec = None) -> None:
         """Builds model and optimizer, if they are not, and chooses who updates.
 
         Args:
@@ -181,7 +188,7 @@ class TrainStep(ModelStep, Looped):
         gradient, tally = phases.divide(self, sums, shards, passes[0].state, trace)
         return tally, passes, gradient
 
-    def run_model(self, shard: Any) -> None:
+    def run_model(self, shard: Shard) -> None:
         """Runs the forward pass on a shard, for whoever watches its layers; traced."""
         self.forward(shard, training=True)
 

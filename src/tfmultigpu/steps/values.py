@@ -23,6 +23,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.tally import Layout, Tallies
+from tfmultigpu.types import KerasVariable, Scalar
 
 
 class Rows(NamedTuple):
@@ -38,14 +39,14 @@ class Rows(NamedTuple):
         copy: The number of the copy of these rows, int64; metrics count copy 0. None for 0.
     """
 
-    first: Any
-    count: Any
-    total: Any
-    weight: Any = None
-    parts: Any = None
-    copy: Any = None
+    first: Scalar
+    count: Scalar
+    total: Scalar
+    weight: Scalar = None
+    parts: Scalar = None
+    copy: Scalar = None
 
-    def cut(self, number: Any, parts: Any) -> Rows:
+    def cut(self, number: Scalar, parts: Scalar) -> Rows:
         """Returns the place of one of ``parts`` micro-batches of these rows."""
         start, stop = partition.part_bounds(self.count, parts, number)
         once = partition.row_weight(self.count, parts)
@@ -79,8 +80,8 @@ class Shards(NamedTuple):
     local: list[Any]
     rows: list[Rows]
     state: list[tuple[Any, ...]]
-    factor: Any
-    total: Any
+    factor: Scalar
+    total: Scalar
 
     @classmethod
     def of(cls, local: list[Any], offsets: Any, numbers: Sequence[int], replicas: int) -> Shards:
@@ -97,7 +98,7 @@ class Shards(NamedTuple):
                 places.append(rows)
             return cls(local, places, [()] * len(local), None, tf.cast(total, tf.float64))
 
-    def cut(self, number: Any, parts: Any) -> Shards:
+    def cut(self, number: Scalar, parts: Scalar) -> Shards:
         """Returns one of ``parts`` micro-batches."""
         local = [partition.cut_part(shard, parts, number) for shard in self.local]
         with tf.device("CPU:0"):
@@ -171,12 +172,12 @@ class Trace:
     layout: Layout | None = None
     places: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     targets: int = 0
-    state: list[Any] = dataclasses.field(default_factory=list)
+    state: list[KerasVariable] = dataclasses.field(default_factory=list)
     seeds: list[Any] = dataclasses.field(default_factory=list)
     updated: tuple[Any, ...] = ()
 
     def note(
-        self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[Any]
+        self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[KerasVariable]
     ) -> None:
         """Notes what one replica found.
 

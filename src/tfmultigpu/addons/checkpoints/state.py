@@ -33,7 +33,7 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import ShardUpdate
+from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, ShardUpdate
 
 _SEEDS = "seeds"
 
@@ -41,7 +41,9 @@ _SEEDS = "seeds"
 class RunVariables:
     """The variables of models, optimizers, seeds and extra objects; all workers call alike."""
 
-    def __init__(self, model: Any, optimizer: Any, train_step: Any, extra: Any) -> None:
+    def __init__(
+        self, model: KerasModel, optimizer: KerasOptimizer, train_step: Any, extra: Any
+    ) -> None:
         """Checks the arguments of ``Checkpoints``."""
         parts = [(model, optimizer)]
         if train_step is not None:
@@ -161,7 +163,7 @@ class RunVariables:
             )
 
 
-def _path(variable: Any) -> str:
+def _path(variable: KerasVariable) -> str:
     # A variable of TensorFlow would add its values over the replicas, to find such an attribute.
     return str(variable.name if isinstance(variable, tf.Variable) else variable.path)
 
@@ -175,7 +177,7 @@ def by_name(groups: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
     }
 
 
-def _untracked_variables(model: Any) -> list[Any]:
+def _untracked_variables(model: KerasModel) -> list[Any]:
     """Returns variables in attributes of layers, and in what ``_leaves`` looks into there."""
     leaves = [leaf for layer in all_layers(model) for leaf in _leaves(vars(layer))]
     tracked = {id(tf_variable(variable)) for variable in model.variables}
@@ -250,7 +252,7 @@ def write_state(variables: Mapping[str, Any], arrays: Arrays, exchange: WorkerEx
             copy.assign(tf.constant(value))
 
 
-def _for_replicas(variable: Any, copies: Any, replicas: int) -> Any:
+def _for_replicas(variable: KerasVariable, copies: Any, replicas: int) -> Any:
     """Returns values of the replicas; for another number of them, of the same sum or mean."""
     copies = copies.view(variable.dtype.as_numpy_dtype)
     if len(copies) == replicas:

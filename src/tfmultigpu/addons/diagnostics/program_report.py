@@ -28,14 +28,14 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import Optimizer, Strategy
+from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, Optimizer, Strategy
 
 _SCOPE = "with strategy.scope():"
 _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
 
 
 def explain(
-    model: Any,
+    model: KerasModel,
     optimizer: Optimizer | None = None,
     dataset: Any = None,
     strategy: Strategy | None = None,
@@ -100,7 +100,7 @@ def explain(
     return Report(f"tfmultigpu explain: {replicas} replica(s)", tuple(findings.values()), facts)
 
 
-def _strategy_of(model: Any) -> tf.distribute.Strategy:
+def _strategy_of(model: KerasModel) -> tf.distribute.Strategy:
     """Returns the strategy that a model is meant for."""
     own = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy_of(model)
     living = process_state.living_strategies() if is_default(own) else ()
@@ -109,13 +109,15 @@ def _strategy_of(model: Any) -> tf.distribute.Strategy:
     return living[0] if living else own
 
 
-def _devices_of_copies(model: Any, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+def _devices_of_copies(model: KerasModel, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     mirrored = next((v for v in model.trainable_variables if not is_sharded(v)), None)
     copies = () if mirrored is None else strategy.experimental_local_results(tf_variable(mirrored))
     return tuple(parse_device_name(copy.device) for copy in copies if copy.device)
 
 
-def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> str:
+def _outside(
+    variables: Sequence[KerasVariable], strategy: tf.distribute.Strategy, what: str
+) -> str:
     """Returns what is said of the first variable outside the scope; empty without one."""
     try:
         check_scope(variables, strategy, what)
@@ -124,7 +126,7 @@ def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: s
     return ""
 
 
-def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator[Finding]:
+def _check_model(model: KerasModel, strategy: Any, copies: tuple[str, ...]) -> Iterator[Finding]:
     here = list_logical_devices("GPU") or list_logical_devices("CPU")
     outside = _outside(model.variables, strategy, "model")
     create = f"strategy = tmg.create_strategy(devices={list(here)!r})"
@@ -152,7 +154,9 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
     yield Finding(severity, code, what, why, change)
 
 
-def _check_optimizer(model: Any, optimizer: Any, strategy: Any) -> Iterator[Finding]:
+def _check_optimizer(
+    model: KerasModel, optimizer: KerasOptimizer, strategy: Any
+) -> Iterator[Finding]:
     if optimizer is None:
         return
     update = update_of(optimizer)

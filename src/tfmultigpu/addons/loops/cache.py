@@ -14,13 +14,14 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
+from tfmultigpu.types import KerasModel
 
 # For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
 # real reference would keep the model alive forever.
 _kept: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
+def get_or_make(model: KerasModel, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
     """Returns what was made last for a model and a purpose, or makes it anew for another key.
 
     If a key contains the ``id`` of an object, what is made must keep that object alive.
@@ -32,14 +33,14 @@ def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> 
         return known[purpose][1]
 
 
-def build_if_needed(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> None:
+def build_if_needed(model: KerasModel, strategy: tf.distribute.Strategy, spec: Any) -> None:
     """Builds a model that is not built from the type specs of a batch, on one thread."""
     with lock_of(model, "build"):
         if not is_built(model):
             prepare_model(model, strategy, spec)
 
 
-def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
+def checked_strategy(model: KerasModel, function: str) -> tf.distribute.Strategy:
     """Returns the strategy whose scope a model was created in."""
     if not isinstance(model, keras.Model):
         raise TypeError(

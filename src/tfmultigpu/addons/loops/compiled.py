@@ -17,6 +17,7 @@ from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
+from tfmultigpu.types import BatchSpec, KerasModel, KerasVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class EpochMetrics:
     container: Any = None
     steps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[KerasVariable]:
         """Returns the variables of all metrics."""
         return [variable for owner in self._owners for variable in owner.variables]
 
@@ -81,13 +82,13 @@ def _is_updated(metric: Any, step: Any) -> bool:
     return any(state is variable for state in step.trace.state for variable in metric.variables)
 
 
-def metrics_inside(model: Any) -> list[Any]:
+def metrics_inside(model: KerasModel) -> list[Any]:
     """Returns the metrics that are attributes of a model or of its layers, not those of compile."""
     return list(keras.layers.Layer.metrics.fget(model))
 
 
 def read_compiled(
-    model: Any, strategy: tf.distribute.Strategy, batch_spec: Any
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: BatchSpec
 ) -> tuple[dict[str, Any], EpochMetrics]:
     """Returns what a compiled model gives to a step for such batches, and the metrics in its logs.
 
@@ -118,7 +119,7 @@ def _check_reductions(losses: Any) -> None:
             )
 
 
-def check_labels(model: Any, batch_spec: Any) -> None:
+def check_labels(model: KerasModel, batch_spec: BatchSpec) -> None:
     """Checks that batches have labels if the compiled losses or metrics need them."""
     arguments = compile_arguments(model)
     needing = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
@@ -132,7 +133,7 @@ def check_labels(model: Any, batch_spec: Any) -> None:
         )
 
 
-def compile_arguments(model: Any) -> Any:
+def compile_arguments(model: KerasModel) -> Any:
     """Returns the arguments of ``model.compile``; a new object after each call of it."""
     if not getattr(model, "compiled", False):
         raise LossError(
@@ -145,7 +146,7 @@ def compile_arguments(model: Any) -> Any:
     return arguments
 
 
-def _outputs(model: Any, x: Any) -> Any:
+def _outputs(model: KerasModel, x: Any) -> Any:
     """Returns the symbolic outputs of a model for inputs of these types."""
     try:
         return call_on_shapes(model, x, training=False)

@@ -27,7 +27,7 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Model, Verbose, Verify
+from tfmultigpu.types import KerasModel, Model, Verbose, Verify
 
 
 @in_one_thread
@@ -107,7 +107,7 @@ def _run(hooks: Hooks, steps: int | None, **more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def _keeping_metrics(model: KerasModel, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps the metrics of a running ``fit``; in Keras an evaluation in between resets them."""
     metrics = model.metrics if isinstance(vars(model).get("train_function"), Loop) else ()
     variables = [variable.value for metric in metrics for variable in metric.variables]
@@ -120,14 +120,14 @@ def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[N
             part.assign(value)
 
 
-def evaluation_methods(model: Any, verify: Any, hooks: FitHooks) -> dict[str, Any]:
+def evaluation_methods(model: KerasModel, verify: Any, hooks: FitHooks) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
     Keras' own give other numbers on several replicas.
     """
 
     def ours(name: str, function: Any) -> Any:
-        def call(model: Any, **arguments: Any) -> Any:
+        def call(model: KerasModel, **arguments: Any) -> Any:
             refuse_own_methods(model, name, name)
             return function(model, **arguments)
 

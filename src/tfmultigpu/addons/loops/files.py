@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
+from tfmultigpu.types import KerasModel
 
 # Attributes in which callbacks of Keras, and those written like them, keep what they write to.
 _ATTRIBUTES = ("filepath", "filename", "log_dir", "backup_dir")
@@ -81,7 +82,7 @@ class WrittenPath:
         return f"{self.callback} with {self.attribute}={self.text!r}"
 
 
-def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: Any) -> None:
+def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: KerasModel) -> None:
     """Checks that no two workers write to one path; all workers must call it, and raise alike."""
     if exchange.workers == 1:
         return
@@ -155,7 +156,7 @@ def _shared_paths(
     return shared, workers
 
 
-def _check_all_save(model: Any, savers: Sequence[int]) -> None:
+def _check_all_save(model: KerasModel, savers: Sequence[int]) -> None:
     """Checks that all workers save a model that has values which only all of them can read."""
     if len(set(savers)) == 1:
         return

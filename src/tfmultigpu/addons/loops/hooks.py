@@ -23,7 +23,7 @@ from tfmultigpu.errors import CheckpointError, LossError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import FitStart
+from tfmultigpu.types import FitStart, KerasModel, KerasOptimizer
 
 
 class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -39,7 +39,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
     outputs: Any = None
 
     def __init__(
-        self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
+        self, callbacks: Any, model: KerasModel, strategy: tf.distribute.Strategy, *, verbose: Any,
         step: Any = None, add_history: bool = False, **params: Any,
     ) -> None:  # fmt: skip
         """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list."""
@@ -114,7 +114,7 @@ class FitHooks(Hooks):
     """
 
     def __init__(
-        self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
+        self, callbacks: Any, model: KerasModel, strategy: tf.distribute.Strategy, *, verbose: Any,
         step: Any, epochs: int, first_epoch: int,
     ) -> None:  # fmt: skip
         """Makes the list, and asks the callback that resumes a training where to begin."""
@@ -210,7 +210,7 @@ def to_list(callbacks: Any) -> list[Any]:
     return list(getattr(callbacks, "callbacks", callbacks) or ())
 
 
-def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:
+def check_callbacks(callbacks: Iterable[Any], model: KerasModel = None, step: Any = None) -> None:
     """Checks that callbacks work in the loops of this library, and with a step of the user."""
     of_optimizer = (
         keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau,
@@ -246,7 +246,7 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
                 )
 
 
-def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
+def adapt_callbacks(callbacks: Iterable[Any], optimizer: KerasOptimizer) -> None:
     """Makes callbacks that swap moving averages swap those of the replicas that own them."""
 
     def swapping(method: Callable[..., None], *args: Any) -> None:

@@ -21,6 +21,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
+from tfmultigpu.types import KerasModel, Scalar
 
 _STEPS = {"training": "steps_per_epoch", "validation": "validation_steps"}
 
@@ -37,7 +38,7 @@ def check_steps(steps: Any, name: str = "steps") -> None:
         check_count(name, steps, other="None")
 
 
-def labelled(data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
+def labelled(data: Any, x: Any, y: Any, weight: Scalar, function: str) -> Any:
     """Returns the data of a call with Keras' arguments ``x``, ``y`` and ``sample_weight``."""
     if (data is None) == (x is None):
         raise TypeError(
@@ -84,7 +85,7 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
 
 
 def feed_of(
-    model: Any,
+    model: KerasModel,
     purpose: str,
     data: Any,
     strategy: tf.distribute.Strategy,

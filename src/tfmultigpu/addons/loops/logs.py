@@ -9,6 +9,7 @@ import numpy as np
 
 from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.steps.tally import Layout, Numbers
+from tfmultigpu.types import KerasModel
 
 
 def epoch_logs(
@@ -35,7 +36,7 @@ def epoch_logs(
     return {name: _number(logs[name]) for name in sorted(logs)}
 
 
-def as_list(model: Any, logs: Mapping[str, Any]) -> Any:
+def as_list(model: KerasModel, logs: Mapping[str, Any]) -> Any:
     """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
 
     That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by

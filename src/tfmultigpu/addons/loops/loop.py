@@ -19,6 +19,7 @@ from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.tally import Numbers
+from tfmultigpu.types import KerasModel
 
 _log = logging.getLogger("tfmultigpu")
 
@@ -48,7 +49,7 @@ class Loop:
     by_rows = True
 
     def __init__(
-        self, model: Any, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
+        self, model: KerasModel, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
         width: int | None = None,
     ) -> None:  # fmt: skip
         """Takes the model (not kept alive), its data, the step, and the batches of a call.

@@ -15,6 +15,7 @@ from tfmultigpu._compat import without_building
 from tfmultigpu._patch import ignoring_warnings, lock_of
 from tfmultigpu.addons.loops.loop import Loop
 from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.types import KerasModel
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -55,7 +56,7 @@ CALLED = {
 }
 
 
-def refuse_own_methods(model: Any, function: str, *methods: str) -> None:
+def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
     """Checks that a model replaces no method of Keras that ``function`` would pass over."""
     for name in methods or CALLED[function]:
         here = vars(model).get(name)
@@ -97,7 +98,7 @@ def in_one_thread(function: Callable[_Arguments, _Result]) -> Callable[_Argument
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        model: Any = args[0] if args else kwargs.get("model")
+        model: KerasModel = args[0] if args else kwargs.get("model")
         if not isinstance(model, keras.Model):
             return function(*args, **kwargs)  # Which raises.
         lock = lock_of(model)
@@ -136,7 +137,7 @@ class OfLoop:
 
 
 def run_keras(
-    model: Any, name: str, *args: Any, of_loop: OfLoop | None = None, **kwargs: Any
+    model: KerasModel, name: str, *args: Any, of_loop: OfLoop | None = None, **kwargs: Any
 ) -> Any:
     """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
 
@@ -160,7 +161,7 @@ def check_names(function: str, arguments: Any, known: Any, otherwise: str = "") 
 
 
 def as_method(
-    model: Any, name: str, function: Callable[..., Any], **more: Any
+    model: KerasModel, name: str, function: Callable[..., Any], **more: Any
 ) -> Callable[..., Any]:
     """Returns a function as a method of a model: with the arguments of Keras and ``more``."""
     reference = weakref.ref(model)

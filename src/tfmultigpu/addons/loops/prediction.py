@@ -18,7 +18,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Model, Verbose, Verify
+from tfmultigpu.types import Model, Scalar, Verbose, Verify
 
 # Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
@@ -116,7 +116,7 @@ def _to_host(output: Any) -> Any:
     )
 
 
-def _join(*parts: Any) -> Any:
+def _join(*parts: Scalar) -> Any:
     if parts[0] is None:
         return None
     if isinstance(parts[0], tf.SparseTensor):

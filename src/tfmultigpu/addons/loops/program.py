@@ -29,6 +29,7 @@ from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
+from tfmultigpu.types import KerasModel
 
 _DEFAULTS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto",
              "forward": None, "verify": "first"}  # fmt: skip
@@ -45,7 +46,7 @@ class Program:
         options: Further options of ``make_train_step``.
     """
 
-    model: Any
+    model: KerasModel
     strategy: tf.distribute.Strategy
     forward: Callable[..., Any] | None = None
     step: TrainStep | ChainedStep | None = None
@@ -55,7 +56,7 @@ class Program:
 
     @classmethod
     def of(
-        cls, model: Any, forward: Any, step: Any, eval_step: Any, verify: Any,
+        cls, model: KerasModel, forward: Any, step: Any, eval_step: Any, verify: Any,
         options: Mapping[str, Any],
     ) -> Program:  # fmt: skip
         """Checks the arguments of ``fit``; see there."""
@@ -174,7 +175,7 @@ class Program:
         return EvaluationLoop(model, feed, step, metrics, pace)
 
 
-def _check_trains(step: Any, model: Any) -> None:
+def _check_trains(step: Any, model: KerasModel) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
     own = {id(variable) for variable in model.variables}
     trained = {id(variable) for part in step.train_steps for variable in part.variables}
@@ -186,7 +187,7 @@ def _check_trains(step: Any, model: Any) -> None:
         )
 
 
-def _check_only_optimizer(model: Any) -> None:
+def _check_only_optimizer(model: KerasModel) -> None:
     arguments = compile_arguments(model)
     compiled = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
     if compiled:

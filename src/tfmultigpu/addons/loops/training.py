@@ -24,7 +24,15 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verbose, Verify
+from tfmultigpu.types import (
+    KerasModel,
+    LossScaling,
+    Model,
+    ShardUpdate,
+    StepsPerCall,
+    Verbose,
+    Verify,
+)
 
 if TYPE_CHECKING:
     from keras.callbacks import History
@@ -188,7 +196,7 @@ def fit(
         return run_keras(model, "fit", feed, **kwargs)
 
 
-def _steps_of_a_call(model: Any, steps: Any) -> int | None:
+def _steps_of_a_call(model: KerasModel, steps: Any) -> int | None:
     """Returns the steps of a call that the user has set, or None."""
     if isinstance(steps, str) and steps == "auto":
         steps = model.steps_per_execution or 1

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import KerasModel, KerasVariable
 
 
 def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
@@ -38,7 +39,10 @@ def check_alike(
 
 
 def check_same_training(
-    exchange: WorkerExchange, model: Any, trained: Sequence[Any], with_weights: bool
+    exchange: WorkerExchange,
+    model: KerasModel,
+    trained: Sequence[KerasVariable],
+    with_weights: bool,
 ) -> None:
     """Checks that all workers have the same learning rate, and if asked the same weights.
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.types import KerasVariable
+
 _WRITES = ("assign", "scatter_", "batch_scatter", "_strided_slice_assign")
 _around = threading.local()
 
@@ -34,7 +36,7 @@ def variable_on_device(
     strategy. ``check_write`` is called before each write with the variable and the method's name.
     """
     with tf.init_scope(), tf.device(device):
-        variable: Any = _variable_class()(
+        variable: KerasVariable = _variable_class()(
             initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
         )
     variable.check_write = check_write

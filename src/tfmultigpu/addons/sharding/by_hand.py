@@ -13,6 +13,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.strategies.topology import devices_of
+from tfmultigpu.types import Scalar
 
 
 class LayersByHand(Feature):
@@ -68,7 +69,7 @@ class LayersByHand(Feature):
             yield
 
     def _side_by_side(
-        self, body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
+        self, body: Callable[..., Any], most: int, count: Scalar, values: Sequence[Any]
     ) -> list[Any]:
         """Adds micro-batches without a loop, so that TensorFlow computes them at one time."""
         # With one more than devices, none of these waits for the gradients of another.

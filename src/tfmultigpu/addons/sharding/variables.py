@@ -24,6 +24,7 @@ from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuErr
 from tfmultigpu.strategies.collectives import value_of_first_worker
 from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import KerasVariable
 
 AT_LEAST = 2**16
 # Dtypes of kernels of ``layer.quantize``, which never change: of four bits two are in each number.
@@ -248,7 +249,7 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
     TensorFlow takes mirrored variables only, and says so by an assertion.
     """
 
-    def colocate_vars_with(colocate: Any, variable: Any) -> Any:
+    def colocate_vars_with(colocate: Any, variable: KerasVariable) -> Any:
         if not is_sharded(variable):
             return colocate(variable)
 
@@ -260,7 +261,7 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
         return tf.variable_creator_scope(beside)
 
     def update_mirrored(
-        update: Any, variable: Any, function: Any, args: Any = (), **options: Any
+        update: Any, variable: KerasVariable, function: Any, args: Any = (), **options: Any
     ) -> Any:
         if not is_sharded(variable):
             return update(variable, function, args, **options)
@@ -279,7 +280,7 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
     wrap_for_good(strategy.extended, "update", update_mirrored)
 
 
-def _refuse_replicas(variable: Any, write: str) -> None:
+def _refuse_replicas(variable: KerasVariable, write: str) -> None:
     """Raises an error if a replica writes to a sharded variable, which each would do once more."""
     context: Any = tf.distribute.get_replica_context()
     if context is None or context.strategy is not variable.distribute_strategy:

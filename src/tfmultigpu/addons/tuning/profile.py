@@ -16,6 +16,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
+from tfmultigpu.types import Shard
 
 _LARGE = 0.25  # A part is worth a change from this fraction of a step on.
 _CALL = 5  # Steps of one call of ``step.run``.
@@ -181,7 +182,7 @@ def _time_all_reduce(step: Any, repeats: int) -> float:
     return statistics.median(_seconds(add) for _ in range(repeats))
 
 
-def _count_examples(batch: Any, strategy: tf.distribute.Strategy) -> int:
+def _count_examples(batch: Shard, strategy: tf.distribute.Strategy) -> int:
     """Returns the number of examples in a global batch, of all workers."""
     local = strategy.experimental_local_results(tf.nest.flatten(batch)[0])
     processes = max(1, strategy.num_replicas_in_sync // len(local))

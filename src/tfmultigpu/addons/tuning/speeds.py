@@ -15,9 +15,10 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Shard
 
 
-def measured_capacities(step: Any, batch: Any, *, repeats: int = 5) -> tuple[float, ...]:
+def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.
 
     Gives each replica in turn nearly the whole batch, while the others compute one example. The

@@ -21,6 +21,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import KerasLayer, Shard
 
 _ROWS = 4  # Of each replica.
 _LOSS = (
@@ -72,7 +73,7 @@ _IN_PARTS = (
 )
 
 
-def explain(found: Sequence[Quantity], layer: Any, step: Any) -> tuple[str, str]:
+def explain(found: Sequence[Quantity], layer: KerasLayer, step: Any) -> tuple[str, str]:
     """Returns the first thing that depends on the cut, and the line to write."""
     import keras
 
@@ -125,11 +126,11 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
 
     layers: list[Any] = []
 
-    def replica(shard: Any, rows: Rows, *_: Any, trace: Trace) -> Any:
+    def replica(shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Any:
         graph, layers[:] = tf.compat.v1.get_default_graph(), []
         calls: list[tuple[Any, Any]] = []
 
-        def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Any, layer: KerasLayer, *args: Any, **kwargs: Any) -> Any:
             calls.append((layer, result := original(layer, *args, **kwargs)))
             return result
 

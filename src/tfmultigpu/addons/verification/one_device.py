@@ -19,6 +19,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
+from tfmultigpu.types import KerasVariable, Shard
 
 
 @contextmanager
@@ -72,7 +73,7 @@ class OneDevice:
             return {name: value for name, value in logs.items() if name != "steps"}
         return {f"output {number}": output for number, output in enumerate(dense(logs))}
 
-    def run(self, batch: Any, compiled: Any, move: Any = None) -> dict[str, Any]:
+    def run(self, batch: Shard, compiled: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
         with putting_back(self.step, concrete, compiled) as before:
@@ -87,7 +88,7 @@ class OneDevice:
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 
-    def moved(self, batch: Any, compiled: Any, rounding: float) -> list[dict[str, Any]]:
+    def moved(self, batch: Shard, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
         local = self.strategy.experimental_local_results
         still = {id(copy.handle) for state in self.states for copy in local(state.value)}
@@ -101,7 +102,7 @@ class OneDevice:
         moves = [None, None, *[functools.partial(move, seed) for seed in (1, 2)]]
         return [self.run(batch, compiled, each) for each in moves]
 
-    def _look(self, batch: Any) -> tuple[Any, ...]:
+    def _look(self, batch: Shard) -> tuple[Any, ...]:
         strategy, self.trace = self.twin.strategy, Trace()
         with sharing_seeds(self.strategy):
             shards = shards_of(strategy, *cut_batch(strategy, batch))
@@ -113,7 +114,7 @@ class OneDevice:
             self._variables = gradient.variables
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
-    def _update(self, gradient: Any, state: Sequence[Any]) -> None:
+    def _update(self, gradient: Any, state: Sequence[KerasVariable]) -> None:
         """Updates the first copy of each variable; not in a trace, which would take longer."""
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
@@ -121,7 +122,7 @@ class OneDevice:
         local = self.strategy.experimental_local_results
 
         def update(
-            original: Any, variable: Any, function: Any, args: Any = (), **options: Any
+            original: Any, variable: KerasVariable, function: Any, args: Any = (), **options: Any
         ) -> Any:
             def on_first(one: Any, *args: Any, **kwargs: Any) -> None:
                 if one is local(variable)[0]:

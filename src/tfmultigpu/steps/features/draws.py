@@ -30,6 +30,7 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
+from tfmultigpu.types import Scalar
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # What unit numbers are added to, and multiplied by, where a replica counts on.
@@ -203,7 +204,7 @@ def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) ->
     return tf.ensure_shape(own, [None, *drawn.shape[1:]])
 
 
-def _count_on(first: Any, shape: Any, options: Any, names: tuple[str, str]) -> Any:
+def _count_on(first: Scalar, shape: Any, options: Any, names: tuple[str, str]) -> Any:
     """Draws uniform or normal numbers of the rows of this replica, and no others."""
     dtype = tf.as_dtype(options["dtype"])
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.

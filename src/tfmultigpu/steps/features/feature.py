@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from tfmultigpu.steps.values import Call, Gradient, Phase, Replica, Rows
+from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable
 
 # run(body, most, count, values): number, *values = body(number, *values) for 1 to count - 1.
 Loop = Callable[[Callable[..., Any], int, Any, Sequence[Any]], list[Any]]
@@ -30,8 +31,8 @@ class BoundStep(Protocol):
     """
 
     strategy: Any
-    model: Any
-    optimizer: Any
+    model: KerasModel
+    optimizer: KerasOptimizer
     metrics: Sequence[Any]
     features: Sequence[Feature]
 
@@ -54,7 +55,7 @@ class Feature:
         verification: What a feature that holds its step to one device has found.
     """
 
-    variables: Sequence[Any] = ()
+    variables: Sequence[KerasVariable] = ()
     colocates_gradients = False
     loop: Loop | None = None
     verification: Any = None

@@ -15,6 +15,7 @@ from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.values import Gradient
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.types import KerasLayer, KerasModel
 
 
 class LossScaling(Feature):
@@ -68,7 +69,7 @@ class LossScaling(Feature):
             scale.update(tf.identity(gradient.valid))
 
 
-def _warn_of_float16(model: Any) -> None:
+def _warn_of_float16(model: KerasModel) -> None:
     names = [layer.name for layer in all_layers(model) if _computes_in_float16(layer)]
     if names:
         warn(
@@ -80,6 +81,6 @@ def _warn_of_float16(model: Any) -> None:
         )
 
 
-def _computes_in_float16(layer: Any) -> bool:
+def _computes_in_float16(layer: KerasLayer) -> bool:
     # The policy of an input is the one that was set when it was made, and says nothing.
     return layer.compute_dtype == "float16" and not isinstance(layer, keras.layers.InputLayer)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
 from tfmultigpu.steps.values import Pass, Phase, Shards, Trace
+from tfmultigpu.types import Scalar
 
 
 class MicroBatches(Feature):
@@ -51,7 +52,7 @@ class MicroBatches(Feature):
             seeds = {id(variable) for variable in trace.seeds}
             is_seed = [id(variable) in seeds for variable in trace.state]
 
-            def body(number: Any, *flat: Any) -> tuple[Any, ...]:
+            def body(number: Scalar, *flat: Any) -> tuple[Any, ...]:
                 before = _unflat(flat, first)
                 states: list[tuple[Any, ...]] = []
                 for at_first, one in zip(begin, before, strict=True):
@@ -76,7 +77,7 @@ class MicroBatches(Feature):
 
 
 def one_after_the_other(
-    body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
+    body: Callable[..., Any], most: int, count: Scalar, values: Sequence[Any]
 ) -> list[Any]:
     """Runs ``number, *values = body(number, *values)`` for 1 to ``count`` - 1, in a loop."""
     _, *values = tf.while_loop(

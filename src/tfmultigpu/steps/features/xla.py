@@ -10,6 +10,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Replica, Rows, Trace
 from tfmultigpu.strategies.collectives import refusing_to_meet
+from tfmultigpu.types import Scalar, Shard
 
 
 class CompileByXla(Feature):
@@ -31,7 +32,7 @@ class CompileByXla(Feature):
         )
 
         def compiled(
-            shard: Any, rows: Rows, state: Any, factor: Any, total: Any, *, trace: Trace
+            shard: Shard, rows: Rows, state: Any, factor: Scalar, total: Scalar, *, trace: Trace
         ) -> Any:
             if not state and not tf.distribute.has_strategy():
                 # On one device, read beforehand: XLA cannot read the part on another device.
