@@ -140,7 +140,8 @@ def test_a_quantized_kernel_is_on_one_device_alone() -> None:
             ours, optimizer = lora(mode)
         kernels = [v for v in ours.variables if v.dtype == "int8" and v.shape.rank == 2]
         kernels = [v for v in kernels if v.shape.num_elements() >= 2**14]
-        assert bytes_by_device(kernels) == [size] * 3
+        assert len(kernels) == 3
+        assert sum(bytes_by_device(kernels)) == 3 * size  # Where there is most room.
         step = tmg.make_train_step(ours, optimizer, "mse", strategy, verify=False)
         losses = [float(step(batch)["loss"]) for _ in range(2)]
         np.testing.assert_allclose(losses, expected, rtol=1e-5)

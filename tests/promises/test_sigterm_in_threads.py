@@ -23,10 +23,15 @@ BATCHES = regression([7, 1, 2, 5])
 EPOCHS = 3
 
 
-def compiled() -> Any:
+def one_device() -> Any:
+    return tmg.create_strategy(prefer="one_device")  # Other tests of this process have others.
+
+
+def compiled(strategy: Any) -> Any:
     keras.utils.set_random_seed(3)
-    training = small()
-    training.model.compile(training.optimizer, training.loss)
+    with strategy.scope():
+        training = small()
+        training.model.compile(training.optimizer, training.loss)
     return training.model
 
 
@@ -38,7 +43,7 @@ def in_a_thread(function: Callable[[], Any]) -> None:
 
 def fit(directory: Path, batch: int = 0, line: str = "checkpoints.callback()") -> Any:
     """Trains to the end, or to a SIGTERM after a batch, from the last checkpoint on."""
-    model = compiled()
+    model = compiled(one_device())
     checkpoints = tmg.Checkpoints(directory, model, model.optimizer, known(BATCHES))
     checkpoints.restore()
     left = [batch]
@@ -70,8 +75,9 @@ def said_by(training: Callable[[], Any]) -> str:
 # main thread is not.
 def test_a_training_in_a_thread_says_that_it_will_not_hear_sigterm(tmp_path: Path) -> None:
     def loop() -> None:
-        model = compiled()
-        step = tmg.make_train_step(model, model.optimizer, model.loss)
+        strategy = one_device()
+        model = compiled(strategy)
+        step = tmg.make_train_step(model, model.optimizer, model.loss, strategy)
         checkpoints = tmg.Checkpoints(tmp_path / "loop", train_step=step, data=known(BATCHES))
         for _ in checkpoints.epochs(1):
             said_before_a_step.append(int(model.optimizer.iterations.numpy()) == 0)
@@ -108,7 +114,7 @@ def test_what_the_warning_tells_to_write_keeps_the_steps(tmp_path: Path, thread:
         worker.begin(fit_in_a_thread, directory, re.sub(r"\d+", "2", line[0]))
         assert worker.wait() == -signal.SIGTERM
 
-    model = compiled()
+    model = compiled(one_device())
     restored = tmg.Checkpoints(directory, model, model.optimizer, known(BATCHES)).restore()
     assert restored == (7 if thread == "main" else 6)
     for weight, truth in zip(
