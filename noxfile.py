@@ -25,7 +25,8 @@ LINTED = ("src", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 # a process that crashed the run ends: pytest-xdist waits for its other tests for ever.
 PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder",
           "--max-worker-restart", "0")  # fmt: skip
-# Every promise once, and what guards the proof itself. `full` runs all that is not here.
+# Every promise once, and what guards the proof itself. `full` runs all that is not here, and the
+# promises at more sizes.
 PROOF = ("tests/promises", "tests/house", "tests/mutations")
 
 
@@ -51,7 +52,7 @@ def check(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every promise of the README, held to one device through public names alone."""
     session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "-m", "not more", *session.posargs)
 
 
 @nox.session
@@ -60,6 +61,7 @@ def full(session: nox.Session) -> None:
     session.install("-e", ".", *groups("test", "checkers", "foreign"))
     rest = [f"--ignore={folder}" for folder in PROOF]
     session.run(*PYTEST, "-m", "not versions", "tests", *rest, *session.posargs)
+    session.run(*PYTEST, "-m", "more", "tests/promises")
 
 
 @nox.session

@@ -17,7 +17,10 @@ import tfmultigpu as tmg
 
 # Fails if a loop keeps its iterator when it is over or raises, as its hooks once did, or if a
 # generator is asked for a batch that no epoch wants.
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "replicas",
+    [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(3, marks=pytest.mark.more)],
+)
 def test_a_generator_ends_with_the_loop_that_reads_it(replicas: int) -> None:
     strategy = strategy_of(replicas)
     model = compiled(strategy).model

@@ -97,7 +97,7 @@ def of_keras() -> Any:
 
 # Fails if on_epoch_end comes before the last step, not before the first epoch, once more or once
 # less, if either hook is called in another thread, or if a batch is read before them.
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.more), 3])
 def test_a_py_dataset_that_shuffles_itself_trains_as_in_keras(replicas: int) -> None:
     expected = of_keras()
     model = compiled(replicas)
@@ -117,7 +117,7 @@ def test_a_py_dataset_that_shuffles_itself_trains_as_in_keras(replicas: int) -> 
 
 # Fails if an epoch of fewer batches than a pass reads some of the next epoch, whose order it does
 # not know yet, or begins a new pass. (Keras reads them ahead, and now and then trains on them.)
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_no_batch_is_read_before_its_epoch(replicas: int) -> None:
     model = compiled(replicas)
     weights = model.get_weights()

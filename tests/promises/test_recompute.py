@@ -119,7 +119,9 @@ def begin() -> None:
     [
         (1, True, False, {}),
         (3, True, False, {"loss_scale": 8.0}),
-        (2, False, True, {"micro_batches": 2, "verify": False}),
+        pytest.param(
+            *(2, False, True, {"micro_batches": 2, "verify": False}), marks=pytest.mark.more
+        ),
     ],
     ids=["N=1", "N=3, verified", "N=2, sharded micro-batches"],
 )
