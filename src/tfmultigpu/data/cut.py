@@ -12,6 +12,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import checked_rows, count_rows, structure_of
 from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 
 
@@ -82,8 +83,9 @@ class Cut:
             offsets = partition.shard_offsets(count_rows(batch), self.shares)
             return self.flatten(partition.cut_rows(batch, self.shares, self.local), offsets)
 
-        kept = vars(self.strategy).setdefault("cuts_of_tfmultigpu", {})
-        return kept.setdefault((self, self.shares), tf.function(cut, autograph=False))
+        return attached(self.strategy).cuts.setdefault(
+            (self, self.shares), tf.function(cut, autograph=False)
+        )
 
     def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
         """Returns the element that holds the local shards and the offsets of all shards."""

@@ -47,6 +47,9 @@ def distribute_dataset(
     Several workers run the same pipeline, and each takes its examples of each batch. So the dataset
     must yield the same batches on all of them: give ``shuffle`` a seed. Workers compare them.
 
+    The ``run`` of this strategy object becomes a method of this library, if ``create_strategy`` has
+    not done so before. It runs what TensorFlow's does, and tells ``tmg.rows`` which batch it got.
+
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
             dense, ragged, sparse); a function that returns a fresh generator of batches; arrays

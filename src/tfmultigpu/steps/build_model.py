@@ -12,6 +12,7 @@ from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.features.remat import calling_once
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 from tfmultigpu.types import BatchSpec, KerasModel
 
@@ -40,7 +41,8 @@ def prepare_model(
     waits = batch_spec is None and model.built and model.variables
     if not is_built(model) and not waits and (has_call or not model.variables):
         # An add-on may have a say in where variables live.
-        with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
+        enter = attached(strategy).scope or strategy.scope
+        with enter():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     stateful = [one.name for one in all_layers(model) if getattr(one, "stateful", False)]

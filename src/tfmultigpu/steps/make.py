@@ -19,6 +19,7 @@ from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, check_scope, current_strategy
 from tfmultigpu.types import (
     KerasVariable,
@@ -238,7 +239,7 @@ def _features(strategy: Any, own: list[Feature], verify: Verify) -> list[Feature
     """Returns the features of a step, in their order."""
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.
-    parts = [*(make() for make in getattr(strategy, "tfmultigpu_features", ())), *own]
+    parts = [*(make() for make in attached(strategy).features), *own]
     is_cut = strategy.num_replicas_in_sync > 1 or any(isinstance(f, MicroBatches) for f in own)
     if verify and is_cut:
         from tfmultigpu.addons.verification import Verify as VerifySteps

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.errors import DataError, TfMultiGpuError
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.topology import describe, local_replicas
 
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
 OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigpu_copies"
-_RUNNING = "_batches_of_runs"
 
 
 class _Mark(NamedTuple):
@@ -94,8 +94,9 @@ class _Running:
 
 def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
     """Has ``run`` of this strategy object keep the offsets of the batch it is called with."""
-    if _RUNNING not in vars(strategy):
-        setattr(strategy, _RUNNING, _Running())
+    kept = attached(strategy)
+    if kept.running is None:
+        kept.running = _Running()
         strategy.run = types.MethodType(_run, strategy)
 
 
@@ -104,13 +105,13 @@ def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
 
     If one replica has it all, returns a tensor of it instead, as the second of two values.
     """
-    running = getattr(strategy, _RUNNING, None)
+    running = attached(strategy).running
     return (None, None) if running is None else running.mark()
 
 
 def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     # AutoGraph converts this, and so the function of the user.
-    running = getattr(strategy, _RUNNING)
+    running = attached(strategy).running
     mark = _mark_of(strategy, args, kwargs) or running.mark()
     if not tf.inside_function():
         return type(strategy).run(strategy, running.telling(function, mark), *args, **kwargs)

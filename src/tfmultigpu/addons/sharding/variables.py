@@ -21,6 +21,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.collectives import value_of_first_worker
 from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -172,9 +173,7 @@ def sharded_variables(
             _loads[strategy] = _Loads(devices)
             _serve_optimizers(strategy)
             # The core finds these here: it does not know of add-ons.
-            core: Any = strategy
-            core.tfmultigpu_features = (ShardedReads,)
-            core.tfmultigpu_scope = functools.partial(_creating, strategy)
+            attached(strategy).serve(ShardedReads, functools.partial(_creating, strategy))
     loads = _loads[strategy]
     loads.give(_Limits(at_least, memory_of_devices(devices, memory)))
     with _creating(strategy):
