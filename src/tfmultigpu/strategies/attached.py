@@ -26,10 +26,10 @@ class Attached:
     running: Any = None
     cuts: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     features: tuple[Callable[[], Any], ...] = ()
-    scope: Callable[[], AbstractContextManager[Any]] | None = None
+    scope: Callable[[], AbstractContextManager[object]] | None = None
 
     def serve(
-        self, feature: Callable[[], Any], scope: Callable[[], AbstractContextManager[Any]]
+        self, feature: Callable[[], Any], scope: Callable[[], AbstractContextManager[object]]
     ) -> None:
         """Has every step of the strategy get a feature, and every model be built in a scope."""
         self.features, self.scope = (*self.features, feature), scope
