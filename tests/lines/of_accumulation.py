@@ -34,6 +34,16 @@ def accumulator_of_another_scope(told: Told) -> None:
     strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
 
 
+@example("The accumulator was created outside the scope of the strategy")
+def accumulator_outside_the_scope(told: Told) -> None:
+    strategy, variables = strategy_of(2), made().trainable_variables
+    with told():
+        tmg.GradientAccumulator(variables)
+    with strategy.scope():
+        window = tmg.GradientAccumulator(variables)
+    strategy.run(window.add, args=([None, None], 1.0))
+
+
 @example("no variables. Build the model")
 def accumulator_of_a_model(told: Told) -> None:
     model = made()
@@ -85,6 +95,45 @@ def clip_limit_of_zero(told: Told) -> None:
     with told():
         step(clip_norm=0.0)
     step(clip_norm=1.0)
+
+
+@example("A LossScale is dynamic unless growth_steps is None")
+def loss_scale_by_name(told: Told) -> None:
+    with told():
+        tmg.LossScale("dynamic")  # type: ignore[arg-type]
+    assert float(tmg.LossScale().value()) == 2.0**15
+
+
+@example("scale_loss divided a LossSum to the size of a mean")
+def scaled_pair_that_is_not_added(told: Told) -> None:
+    strategy, variables = strategy_of(2), (model := made()).trainable_variables
+    with strategy.scope():
+        scale = tmg.LossScale(8.0)
+
+    def gradients_of(target_of: Any, give: Any = None) -> Any:
+        accumulator = window(variables)
+
+        def replica() -> Any:
+            with tf.GradientTape() as tape:
+                pair = tmg.loss_sum("mse", Y, model(X))
+                target = target_of(pair)
+            gradients = tape.gradient(target, variables)
+            return accumulator.add(gradients, give(pair)) if give else gradients
+
+        gradients = tf.function(lambda: strategy.run(replica), autograph=False)()
+        if give:
+            return accumulator.reduce()[0]
+        return [strategy.reduce("SUM", gradient, axis=None) for gradient in gradients]
+
+    def mean_of(pair: Any) -> Any:
+        context: Any = tf.distribute.get_replica_context()
+        return pair.sum / tf.stop_gradient(context.all_reduce("SUM", pair.weight))
+
+    with told():
+        scale.unscale(gradients_of(scale.scale_loss, lambda pair: pair.weight * 1.0))
+    added = scale.unscale(gradients_of(scale.scale_loss, lambda pair: pair))[0]
+    scaled = scale.unscale(gradients_of(lambda pair: scale.scale_loss(mean_of(pair))))[0]
+    np.testing.assert_allclose(added[0], scaled[0], rtol=1e-6)
 
 
 @example("What follows the addition over the replicas is done once")
@@ -144,6 +193,21 @@ def one_number_for_a_batch(told: Told) -> None:
     tmg.loss_sum("mse", rows[:, None], rows[:, None])
 
 
+@example("The values of the loss {} have an unknown number of axes")
+def squeezed_without_an_axis(told: Told) -> None:
+    def train(**axis: int) -> None:
+        def loss(y_true: Any, y_pred: Any) -> Any:
+            return tf.square(tf.squeeze(y_true - y_pred, **axis))
+
+        step(made(lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])), loss)(
+            (X, Y[:, :1])
+        )
+
+    with told():
+        train()
+    train(axis=-1)
+
+
 @example("pairs each row with every row")
 def rows_paired_with_all(told: Told) -> None:
     class Own(keras.losses.Loss):
@@ -180,15 +244,26 @@ def gradient_of_a_number_for_logs(told: Told) -> None:
     def mean(y: Any, p: Any) -> Any:
         return tmg.global_mean(tmg.loss_sum("mse", y, p))
 
-    def mean_of_a_shard(y: Any, p: Any) -> Any:
+    with told():
+        gradient_in_replicas(mean)
+    gradient_in_replicas(lambda y, p: tmg.loss_sum("mse", y, p).sum)
+
+
+@example("pair.weight divides after all replicas were added")
+def mean_of_a_shard(told: Told) -> None:
+    def mean(y: Any, p: Any) -> Any:
         pair = tmg.loss_sum("mse", y, p)
         return pair.sum / pair.weight
 
+    def mean_of_all(y: Any, p: Any) -> Any:
+        pair = tmg.loss_sum("mse", y, p)
+        context: Any = tf.distribute.get_replica_context()
+        return pair.sum / tf.stop_gradient(context.all_reduce("SUM", pair.weight))
+
     with told():
         gradient_in_replicas(mean)
-    with told():
-        gradient_in_replicas(mean_of_a_shard)
     gradient_in_replicas(lambda y, p: tmg.loss_sum("mse", y, p).sum)
+    gradient_in_replicas(mean_of_all)
 
 
 @example("The state of this optimizer exists once")

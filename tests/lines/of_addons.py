@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -129,6 +130,22 @@ def memory_of_one_of_two(told: Told) -> None:
     with told():
         sharded(memory={"CPU:0": 22e9})
     sharded(memory={"CPU:0": 22e9, "CPU:1": 8e9})
+
+
+@example("One variable is larger than every device")
+def larger_than_every_device(told: Told) -> None:
+    memory = {"CPU:0": 5e3, "CPU:1": 5e3}
+
+    def build(*widths: int, dtype: str = "float32") -> Any:
+        x = keras.Input((4,))
+        parts = [keras.layers.Dense(width, dtype=dtype)(x) for width in widths]
+        return keras.Model(x, keras.ops.concatenate(parts, axis=-1) if widths[1:] else parts[0])
+
+    with told():
+        sharded(lambda: build(400), memory=memory)
+    sharded(lambda: build(200, 200), memory=memory)
+    gc.collect()  # Of that model, which counts as long as it lives.
+    sharded(lambda: build(400, dtype="bfloat16"), memory=memory)
 
 
 # Tuning -------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +295,25 @@ def less_data(told: Told) -> None:
     with told():
         resumed("run", numbers.take(1))
     resumed("run", numbers)
+
+
+@example("SIGTERM will not be heard, as Python handles signals in the main thread")
+def training_in_a_thread(told: Told) -> None:
+    model = compiled()
+
+    def trained(name: str, **options: Any) -> Any:
+        checkpoints = tmg.Checkpoints(name, model, model.optimizer)
+        fit(batches(), model=model, callbacks=[checkpoints.callback(**options)])
+        return checkpoints
+
+    def in_a_thread(function: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(function).result()
+
+    with told():
+        in_a_thread(lambda: trained("thread"))
+    trained("main")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SIGTERM will not be heard")
+        in_a_thread(lambda: trained("often", every_steps=1))
+    assert len([*Path("often").glob("*.npz")]) > 1

@@ -146,3 +146,74 @@ def folders_of_their_own(told: Told) -> None:
         tmg.Checkpoints(f"own-{worker()}", model, model.optimizer).restore()
     tmg.Checkpoints("shared", model, model.optimizer).save()
     tmg.Checkpoints("shared", model, model.optimizer).restore()
+
+
+@example("Callbacks of workers {} write to one path")
+def one_file_of_all_workers(told: Told) -> None:
+    model = compiled()
+
+    def logged(*callbacks: Any) -> None:
+        fit(model, BATCH, callbacks=callbacks)
+
+    with told():
+        logged(keras.callbacks.CSVLogger("losses.csv"))
+    logged(keras.callbacks.CSVLogger(filename=tmg.workers.own_path("losses.csv")))
+    callback = keras.callbacks.CSVLogger("alone.csv")
+    logged(*([callback] if tmg.workers.is_first() else []))
+
+
+class CountsRows(keras.layers.Layer):
+    """Counts rows, in a variable that adds the replicas or in a table of each worker."""
+
+    def __init__(self, in_a_table: bool = False) -> None:
+        super().__init__()
+        self.table = None
+        if in_a_table:
+            self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def build(self, shape: Any) -> None:
+        self.rows = keras.Variable(
+            0.0, trainable=False, aggregation="sum", synchronization="on_read", name="rows"
+        )
+
+    def call(self, x: Any) -> Any:
+        rows, key = tf.cast(tf.shape(x)[:1], tf.float32), tf.constant([0], tf.int64)
+        if self.table is None:
+            self.rows.assign(self.rows + rows[0])
+            return x
+        with tf.control_dependencies([self.table.insert(key, self.table.lookup(key) + rows)]):
+            return tf.identity(x)
+
+
+def counting(in_a_table: bool = False) -> Any:
+    with strategy().scope():
+        layer = CountsRows(in_a_table)
+        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@example("Keras can save this model only on all workers at once")
+def saved_by_one_worker(told: Told) -> None:
+    keras.utils.set_random_seed(1)
+    model = counting()
+    alone = keras.callbacks.ModelCheckpoint("first.keras", monitor="loss")
+    with told():
+        fit(model, BATCH, callbacks=[alone] if tmg.workers.is_first() else [])
+    path = tmg.workers.own_path("model.keras")
+    fit(model, BATCH, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+
+
+@example("Workers hold different tables, and a checkpoint has one")
+def tables_of_each_worker(told: Told) -> None:
+    trained = step(model=counting(in_a_table=True))
+    checkpoints = tmg.Checkpoints("table", train_step=trained)
+    trained((X[:7], Y[:7]))
+    with told():
+        checkpoints.save()
+    trained = step(model=counting())
+    checkpoints = tmg.Checkpoints("variable", train_step=trained)
+    for _ in range(2):
+        trained((X[:7], Y[:7]))
+    checkpoints.save()
+    assert float(trained.model.layers[0].rows.numpy()) == 14.0

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
@@ -148,6 +149,37 @@ def loop_over_an_iterator(told: Told) -> None:
     with told():
         tf.function(over)(iter(data))
     assert tf.function(lambda: over(data))() == 2
+
+
+@example("A loop of Python over the data inside a tf.function would be unrolled")
+def enumerated_in_a_function(told: Told) -> None:
+    data = distribute(batches())
+
+    def by_enumerate() -> Any:
+        total = tf.constant(0)
+        for number, _ in enumerate(data):
+            total += number
+        return total
+
+    def by_a_tensor() -> Any:
+        number = tf.constant(0)
+        for _ in data:
+            number += 1
+        return number
+
+    with told():
+        tf.function(by_enumerate)()
+    assert tf.function(by_a_tensor)() == 2
+
+
+@example("The columns of a DataFrame make one array if they are numbers")
+def columns_of_two_kinds(told: Told) -> None:
+    pandas: Any = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"size": [0.1, 0.2, 0.3, 0.4], "kind": ["u", "v", "u", "w"]})
+    with told():
+        distribute(frame, batch_size=2)
+    read(distribute(pandas.get_dummies(frame), batch_size=2))
+    read(distribute({name: frame[name] for name in frame}, batch_size=2))
 
 
 @example("Shares are one positive, finite number per replica")

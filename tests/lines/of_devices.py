@@ -110,6 +110,14 @@ def a_limit_as_text(told: Told) -> None:
     tmg.limit_memory({"GPU:0": 8 * 1024**3})
 
 
+@example("limit_memory needs to know which GPU has which limit")
+def one_limit_for_all_gpus(told: Told) -> None:
+    three_gpus()
+    with told():
+        tmg.limit_memory(8e9)  # type: ignore[arg-type]
+    tmg.limit_memory({"GPU:0": 8 * 1024**3})
+
+
 @example("came after TensorFlow had started its devices")
 def a_split_after_the_start(told: Told) -> None:
     # In another process, as a program whose line was moved up: nothing else undoes a start.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -40,7 +42,7 @@ def a_layer(told: Told) -> None:
     layer = keras.layers.Dense(2)
     with told():
         tmg.predict(layer, X)
-    tmg.predict(keras.Sequential([layer]), X, verbose=0)
+    tmg.predict(made(lambda: keras.Sequential([layer])), X, verbose=0)
 
 
 @example("{} was called inside the scope of another strategy")
@@ -445,3 +447,27 @@ def shuffle_of_batches(told: Told) -> None:
         fit(X, Y, shuffle="batch")
     fit(X, Y, shuffle=True)
     fit(X, Y, shuffle=False)
+
+
+@example("Two threads cannot train or evaluate one model at a time")
+def two_threads_with_one_model(told: Told) -> None:
+    model, other = fitted(), compiled()
+
+    class Meanwhile(keras.callbacks.Callback):
+        """Calls a function in another thread, while this one trains."""
+
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.call = call
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.call).result()
+
+    with told():
+        fit(X, Y, callbacks=[Meanwhile(lambda: fit(X, Y))])
+    thread = threading.Thread(target=lambda: fit(X, Y))
+    thread.start()
+    thread.join()
+    fit(X, Y, callbacks=[Meanwhile(lambda: fit(X, Y, model=other))])
+    fit(X, Y, callbacks=[Meanwhile(lambda: tmg.predict(model, X, verbose=0, verify=False))])

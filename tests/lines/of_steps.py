@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -66,16 +69,18 @@ def a_batch_of_tensorflow_for_three(told: Told) -> None:
     trained(batch)
 
 
-@example("A batch that is passed into a tf.function of your own")
+@example("Inside a tf.function the step does not know how many rows")
 def a_batch_into_a_function(told: Told) -> None:
     trained = step()
     (batch,) = distribute(batches(size=8))
+    theirs = iter(strategy_of(2).experimental_distribute_dataset(batches(size=8)))
     with told():
         tf.function(lambda shards: trained(shards)["loss"], autograph=False)(batch)
+    with told():
+        tf.function(lambda it: trained(next(it))["loss"], autograph=False)(theirs)
     trained(batch)
     iterator = iter(distribute(batches(size=8)))
     tf.function(lambda it: trained(next(it))["loss"], autograph=False)(iterator)
-    trained.run(iter(distribute(batches(size=8))), 3)
 
 
 @example("got no rows")
@@ -416,12 +421,14 @@ def two_arguments(told: Told) -> None:
     trained((X, Y))
 
 
-@example("step.run takes an iterator")
+@example("{} Received: {}. Write iterator = iter(tmg.distribute_dataset(dataset, strategy))")
 def run_of_a_dataset(told: Told) -> None:
-    trained = step()
-    with told():
-        trained.run(batches(), 2)
-    iterator = iter(tmg.distribute_dataset(batches(), strategy_of(2)))
+    trained, strategy = step(), strategy_of(2)
+    theirs = strategy.experimental_distribute_dataset(batches())
+    for wrong in (batches(), iter(theirs)):
+        with told():
+            trained.run(wrong, 2)
+    iterator = iter(tmg.distribute_dataset(batches(), strategy))
     assert int(trained.run(iterator, 2)["steps"]) == 2
 
 
@@ -540,3 +547,45 @@ def made_outside_the_scope(told: Told) -> None:
     with strategy_of(2).scope():
         model, optimizer = dense(), keras.optimizers.SGD(0.1)
     step(model, optimizer=optimizer)(BATCH)
+
+
+@example("The model returns one value for a batch")
+def one_value_for_a_batch(told: Told) -> None:
+    class Mean(keras.layers.Layer):
+        axis: int | None = None
+
+        def call(self, x: Any) -> Any:
+            return tf.reduce_mean(x, axis=self.axis)
+
+    class MeanOfRows(Mean):
+        axis = -1
+
+    def predicted(layer: Any) -> Any:
+        model = made(lambda: keras.Sequential([keras.Input((4,)), layer()]))
+        return tmg.make_predict_step(model, strategy_of(2), verify=False)(X)
+
+    with told():
+        predicted(Mean)
+    assert predicted(MeanOfRows).shape == (8,)
+
+
+@example("Replicas of this strategy share one copy of each variable")
+def a_central_strategy(told: Told) -> None:
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    with told():
+        tmg.distribute_dataset(batches(), central)
+    strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        model, optimizer = dense(), keras.optimizers.SGD(0.1)
+    trained = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    for batch in tmg.distribute_dataset(batches(), strategy):
+        trained(batch)
+
+
+@example("This library trains models of Keras 3, and tf_keras is Keras 2")
+def a_model_of_keras_2(told: Told) -> None:
+    kind = type("Sequential", (), {"__module__": "tf_keras.src.engine"})
+    with mock.patch.dict(sys.modules, {"tf_keras": types.ModuleType("tf_keras")}):
+        with told():
+            step(kind())
+        step(made())(BATCH)
