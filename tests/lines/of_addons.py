@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from law.processes import pool
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -596,7 +598,8 @@ def more_workers_than_gpus(told: Told) -> None:
         with told():
             launch("train.py", workers=2)
         assert launch("train.py", workers=1) == 0
-    Path("train.py").write_text("import tfmultigpu as tmg; tmg.create_strategy()")
+    # Says that the workers have joined, as create_strategy does, which would import TensorFlow.
+    Path("train.py").write_text("import os; open(os.environ['TFMULTIGPU_JOINED'], 'w').close()")
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "-1"}):
         assert launch("train.py", workers=2) == 0
 
@@ -605,12 +608,19 @@ def more_workers_than_gpus(told: Told) -> None:
 def another_backend(told: Told) -> None:
     with mock.patch.object(keras.config, "backend", return_value="jax"), told():
         tmg.fit(compiled(), (X, Y))
-    line = 'import os; os.environ["KERAS_BACKEND"] = "tensorflow"; import keras, tfmultigpu as tmg;'
-    line += "tmg.predict(keras.Sequential([keras.Input((4,))]), [[1.0] * 4] * 2, verbose=0)"
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    assert (
-        subprocess.run([sys.executable, "-c", line], env=environment, check=False).returncode == 0
-    )
+    worker = pool().start(KERAS_BACKEND="jax")
+    worker.call(first_import_of_keras)
+    worker.end()
+
+
+def first_import_of_keras() -> None:
+    """Imports Keras after the line of the message, as if it had not been imported before."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "keras"]:
+        del sys.modules[name]
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    imported = importlib.import_module("keras")
+    assert imported is not keras
+    assert imported.config.backend() == "tensorflow"
 
 
 @example("{} has not enough memory for this step")
