@@ -249,3 +249,62 @@ def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     step((X, Y))
     with pytest.warns(UserWarning, match=r"tf\.random"):
         tmg.Checkpoints(tmp_path / "draws", train_step=step).save()
+
+
+class SumOfLabels(keras.metrics.Metric):
+    """Keeps what it adds in a variable of TensorFlow, which Keras does not add over replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = tf.Variable(0.0, trainable=False, name="sum_of_labels")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.reduce_sum(tf.abs(y_true)))
+
+    def result(self) -> Any:
+        return tf.convert_to_tensor(self.total)
+
+
+# Fails if a variable that Keras does not know may depend on the cut without a word.
+def test_a_variable_of_tensorflow_that_depends_on_the_cut_is_reported() -> None:
+    model, _ = model_with(tanh, 3)
+    with strategy_of(3).scope():
+        metric = SumOfLabels()
+    step = tmg.make_eval_step(model, "mse", strategy_of(3), metrics=[metric])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step((X, Y))
+    (reason,) = reasons(caught)
+    assert "the tf.Variable 'sum_of_labels" in reason
+    assert "add_variable of a metric" in reason
+
+
+def tanh() -> Any:
+    return keras.layers.Activation("tanh")
+
+
+# Fails if a checkpoint leaves out, without a word, a variable that a compiled loss counts in.
+@pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
+def test_a_variable_of_a_loss_is_held_or_refused(tmp_path: Path, kind: Any) -> None:
+    model, optimizer = model_with(tanh, 2)
+    with strategy_of(2).scope():
+        count = kind(0.0, trainable=False)
+
+        def loss(y_true: Any, y_pred: Any) -> Any:
+            count.assign(count + 1.0)
+            return tf.reduce_mean((y_true - y_pred) ** 2, -1) * (1.0 + count)
+
+        model.compile(optimizer, loss)
+    for extra in ({}, {"count": [count]}):
+        data = tmg.distribute_dataset((X, Y), strategy_of(2), batch_size=8)
+        folder = tmp_path / str(len(extra))
+        checkpoints = tmg.Checkpoints(folder, model, optimizer, data, extra=extra)
+        callbacks = [checkpoints.callback(every_steps=2)]
+        train = functools.partial(
+            tmg.fit, model, checkpoints.data, callbacks=callbacks, verbose=0, verify=False
+        )
+        if extra:
+            train()
+        else:
+            with pytest.raises(tmg.errors.CheckpointError, match="a variable in"):
+                train()

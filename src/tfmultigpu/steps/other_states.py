@@ -28,11 +28,15 @@ _CHANGES_NOTHING = re.compile(
 )
 _PYTHON = re.compile(r"(Eager)?PyFunc")
 _WRITES_TABLE = re.compile(r"LookupTable(Insert|Import|Remove)V2")
+_READS_VARIABLE = (
+    *("ReadVariableOp", "_ReadVariablesOp", "ResourceGather", "ResourceGatherNd"),
+    *("VarIsInitializedOp", "VariableShape"),
+)
 _SEEDS = {"seed", "seed2"}
 Handle: TypeAlias = Any  # A tensor of dtype resource outside of graphs.
 _Graph: TypeAlias = Any  # A graph of a trace, which TensorFlow calls a FuncGraph.
 _Node: TypeAlias = Any  # A NodeDef: an operation by its name, type, inputs and attributes.
-Kind: TypeAlias = Literal["table", "python", "draws", "other"]
+Kind: TypeAlias = Literal["table", "python", "draws", "other", "variable"]
 _Key: TypeAlias = tuple[Kind, int]  # With the ``id`` of the handle.
 
 
@@ -42,7 +46,8 @@ class OtherState:
 
     Attributes:
         kind: ``"table"`` can be read and put back; ``"draws"`` are those of ``tf.random`` without a
-            generator; ``"python"`` and ``"other"`` are out of reach.
+            generator; ``"python"`` and ``"other"`` are out of reach. ``"variable"`` is one copy of
+            a variable that is assigned and read, whether Keras knows it or not.
         operation: The name of its operation in the trace, in which that of the layer is.
         handle: The resource; None for Python and draws.
         dtypes: Those of the keys and of the values of a table.
@@ -81,6 +86,11 @@ class Touched:
         return [state for state in self.states if state.kind == "table"]
 
     @property
+    def assigned(self) -> list[Handle]:
+        """The handles of the variables that they assign and read, each copy by itself."""
+        return [state.handle for state in self.states if state.kind == "variable"]
+
+    @property
     def variables(self) -> list[tf.Variable]:
         """The variables of TensorFlow that they read or assign, each copy by itself."""
         found: dict[int, tf.Variable] = {}
@@ -115,6 +125,8 @@ class _Search:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._states: dict[_Key, OtherState] = {}
         self._dtypes: dict[int, tuple[tf.DType, tf.DType]] = {}
+        self._assigned: dict[_Key, OtherState] = {}
+        self._read: set[int] = set()
 
     def found(self) -> list[OtherState]:
         """Returns the states; a table whose dtypes nothing tells is out of reach."""
@@ -124,7 +136,8 @@ class _Search:
             if state.kind == "table" and dtypes is None:
                 state = dataclasses.replace(state, kind="other")
             states.append(dataclasses.replace(state, dtypes=dtypes))
-        return states
+        remembered = [state for (_, key), state in self._assigned.items() if key in self._read]
+        return states + remembered
 
     def outside(self, tensor: Any) -> Handle:
         """Returns the resource from outside of all graphs that a tensor is; None for another."""
@@ -165,6 +178,7 @@ class _Search:
             return
         handle = handles[0] if handles else None
         if handle is not None and _compat.is_variable_handle(handle):
+            self._add_variable(node.op, handle, f"{within}{node.name}")
             return
         if {"Tin", "Tout"} <= set(node.attr) and handle is not None:
             pair = tf.as_dtype(node.attr["Tin"].type), tf.as_dtype(node.attr["Tout"].type)
@@ -173,6 +187,15 @@ class _Search:
         if kind is not None:
             where = f"{within}{node.name}"
             self._states.setdefault((kind, id(handle)), OtherState(kind, where, handle))
+
+    def _add_variable(self, operation: str, handle: Handle, where: str) -> None:
+        """Notes what an operation does to a variable."""
+        # What is only assigned, such as a number for people, has no say in later steps.
+        if operation != "AssignVariableOp":
+            self._read.add(id(handle))
+        if operation not in _READS_VARIABLE:
+            key: _Key = "variable", id(handle)
+            self._assigned.setdefault(key, OtherState("variable", where, handle))
 
     def _add_function(self, name: str, handles: list[Handle], within: str) -> None:
         # Replicas call a function with their own resources.

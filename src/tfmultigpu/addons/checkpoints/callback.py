@@ -59,7 +59,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return self._stored.run["fit"], self._stored.of_fit
         if self._begin is None:
             return None, {}
-        self._variables.check_holds_states(self._fit.other_states())
+        self._variables.check_holds_states(self._fit.other_states(), self._fit.metric_variables())
         states, arrays = _read_states(self._callbacks, self._variables, self._begin[0])
         fit = {
             "callbacks": states,

@@ -145,10 +145,23 @@ class RunVariables:
             groups[f"extra/{name}/"] = tf.nest.flatten(owner)
         return named_tables(groups)
 
-    def check_holds_states(self, states: Sequence[OtherState]) -> None:
-        """Checks that state other than variables, which a training changes, is saved."""
+    def check_holds_states(
+        self, states: Sequence[OtherState], others: Iterable[KerasVariable] = ()
+    ) -> None:
+        """Checks that the state which the traces of a training change is saved.
+
+        Args:
+            states: The state.
+            others: Variables that are saved besides.
+        """
         new = [state for state in states if state not in self._checked]
-        check_holds_states(new, self._tables())
+        if not new:
+            return
+        handles: set[int] = set()
+        for variable in (*self.all().values(), *map(tf_variable, others)):
+            copies = self.exchange.strategy.experimental_local_results(variable)
+            handles.update(id(copy.handle) for copy in copies)
+        check_holds_states(new, self._tables(), handles)
         self._checked += new
 
     def check_holds(self, changed: Iterable[Any]) -> None:

@@ -22,12 +22,18 @@ Table: TypeAlias = Any  # Of these kinds, which types of TensorFlow leave out.
 Tables: TypeAlias = Mapping[str, Table]  # By the begin of the names of their arrays.
 PREFIX = "tables/"  # Of the names of arrays.
 _KINDS = tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable
-_NAMES = {"table": "a table", "python": "Python code", "other": "a resource"}
+_NAMES = {
+    "table": "a table",
+    "python": "Python code",
+    "other": "a resource",
+    "variable": "a variable",
+}
 _ADVICE = {
     "table": 'Keep it in an attribute of a layer, or write extra={"table": [table]}',
     "python": "If the Python code remembers nothing, write tf.numpy_function(function, inputs, "
     "dtype, stateful=False); what it remembers belongs into a tf.Variable of a layer",
     "other": "Keep it in a tf.Variable or a table of tf.lookup.experimental, in a layer",
+    "variable": 'Create it by add_weight of a layer, or write extra={"mine": [variable]}',
 }
 
 
@@ -85,9 +91,9 @@ def write_tables(tables: Tables, arrays: Arrays, where: Path) -> None:
         write_table(table.resource_handle, *content)
 
 
-def check_holds_states(states: Sequence[OtherState], tables: Tables) -> None:
-    """Checks that state other than variables is among the tables that are saved."""
-    saved = {id(table.resource_handle) for table in tables.values()}
+def check_holds_states(states: Sequence[OtherState], tables: Tables, variables: set[int]) -> None:
+    """Checks that what a training changes is saved: tables, and ``variables`` by their handles."""
+    saved = variables | {id(table.resource_handle) for table in tables.values()}
     for state in states:
         if state.kind == "draws":
             warn(

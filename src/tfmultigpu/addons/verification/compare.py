@@ -163,6 +163,9 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         whole = values[0] if variable.trainable else expected[f"state {i}"]
         name = f"the state {paths.get(id(variable), variable.path)!r}"
         yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
+    for i, own in enumerate(device.own):
+        name, value = f"the tf.Variable {own.name!r}", own.numpy()
+        yield Quantity(f"own {i}", name, expected[f"own {i}"], [value], bounds.of_sum())
     for key, content in contents_of_tables(device.step).items():
         _, number, part = key.split()
         table = device.step.runner.touched.tables[int(number)]

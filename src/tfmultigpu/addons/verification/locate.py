@@ -41,6 +41,11 @@ _STATE = (
     "counts. A layer adds them before it assigns: total, count = "
     "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
 )
+_OWN = (
+    "Each replica assigns its own copy, for its own rows. Create the variable by add_variable of a "
+    "metric, or by add_weight of a layer, and add over the replicas before you assign: total = "
+    "tf.distribute.get_replica_context().all_reduce('SUM', total)."
+)
 _TABLE = (
     "Each replica writes to the table for its own rows, in turn. Write what does not depend on the "
     "cut: count rows, not calls. Or write once for each global batch, outside of the step: "
@@ -87,7 +92,7 @@ def explain(found: Sequence[Quantity], layer: KerasLayer, step: Any) -> tuple[st
     if any(quantity.key == "weight" for quantity in found):
         return "the weight of the loss", _WEIGHT
     kind, name = (found[0].key.split()[0], found[0].name) if found else ("", "")
-    known = {"state": _STATE, "table": _TABLE, "update": _UPDATE}
+    known = {"state": _STATE, "own": _OWN, "table": _TABLE, "update": _UPDATE}
     if kind in known:
         return name, known[kind]
     if any(isinstance(feature, MicroBatches) for feature in step.features):

@@ -19,6 +19,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
+from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasVariable, Shard
 
 
@@ -46,6 +47,7 @@ class OneDevice:
         key: ``step.key()``: with another key it is another step.
         measure: What is compared of ``updated``, variables that an update changes.
         smooth: How many of these are compared with one device; of others, replicas with each other.
+        own: The variables of TensorFlow that the code of the user assigns; known once run.
     """
 
     def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
@@ -60,6 +62,7 @@ class OneDevice:
         # to a weight may not, as Adam where a gradient is nothing but rounding.
         kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
         self.updated = [*kept, *step.variables] if trains else []
+        self.own: list[tf.Variable] = []
         self.smooth = len(kept) or len(self.updated)
 
     @property
@@ -81,12 +84,27 @@ class OneDevice:
                 _assign(handle, move(number, handle, value))
             logs, state, *gradients = concrete(batch)
             numbers = self.named(logs) | {f"state {i}": each for i, each in enumerate(state)}
+            self.own = self._own_of(concrete)
+            numbers |= {f"own {i}": tf.identity(each) for i, each in enumerate(self.own)}
             if self.updated:
                 self._update(gradients[0], state)
                 firsts = [tf.convert_to_tensor(variable.value) for variable in self.updated]
                 numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
+
+    def _own_of(self, concrete: Any) -> list[tf.Variable]:
+        """Returns what one device assigns at once: variables that Keras does not know.
+
+        The replicas assign the same ones, or copies of them, of which the first is compared.
+        """
+        touched = self.step.runner.touched
+        assigned = {id(handle) for handle in touched.assigned}
+        assigned &= {id(handle) for handle, _ in _compat.variables_of(concrete)}
+        local = self.strategy.experimental_local_results
+        for variable in (*self.step.model.variables, *self.states, *self.updated):
+            assigned -= {id(copy.handle) for copy in local(tf_variable(variable))}
+        return [each for each in touched.variables if id(each.handle) in assigned]
 
     def moved(self, batch: Shard, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
