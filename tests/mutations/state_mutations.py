@@ -61,8 +61,8 @@ STATE = (
     ),
     broken(
         "a checkpoint of fit is written without a table that it would not hold",
-        "        self._variables.check_holds_states(self._fit.other_states())\n",
-        "",
+        "self._variables.check_holds_states(self._fit.other_states(), self._fit.metric_variables())",
+        "self._variables.check_holds_states(())",
         REFUSED,
     ),
     broken(

@@ -93,7 +93,7 @@ class OneDevice:
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 
-    def _own_of(self, concrete: Any) -> list[tf.Variable]:
+    def _own_of(self, concrete: object) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
