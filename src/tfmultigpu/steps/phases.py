@@ -68,8 +68,12 @@ def loss_factor(features: Sequence[Feature]) -> Any:
     product: Any = None
     for feature in features:
         factor = feature.loss_factor()
-        if factor is not None:
-            product = factor if product is None else product * tf.cast(factor, product.dtype)
+        if factor is None:
+            continue
+        factor = tf.convert_to_tensor(factor)
+        if not factor.dtype.is_floating:  # A whole number, which scales no loss as it is.
+            factor = tf.cast(factor, tf.float32)
+        product = factor if product is None else product * tf.cast(factor, product.dtype)
     return product
 
 
