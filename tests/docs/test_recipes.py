@@ -52,6 +52,11 @@ OTHERS = {
     ("own-features", "train"): "uses the recipe GradientNoise",
     ("steps", "LargestError"): "wrong on purpose: the page shows the warning",
     ("loops", "fit"): "the lines for KerasTuner, which is not installed here",
+    ("steps", "train"): "threads are held in tests/promises/test_threads.py",
+    (
+        "recompute",
+        "Block",
+    ): "the page holds it to the model without; tests/promises/test_recompute.py",
     ("testing", "build"): "the page holds it to one device itself",
     ("testing", "train"): "the page holds it to one device itself",
     ("testing", "test_my_model_trains_on_any_number_of_replicas"): "as above",

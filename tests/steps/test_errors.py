@@ -16,7 +16,7 @@ import tensorflow as tf
 from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps.batches import BatchFunction
+from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.failures import explaining_failures
 
 OURS = tmg.TfMultiGpuError
@@ -247,8 +247,7 @@ def test_a_batch_that_cannot_be_copied_to_a_gpu_is_out_of_memory() -> None:
 
 def test_arrays_are_not_put_on_the_first_gpu_to_be_cut() -> None:
     """The shards of all replicas would take its memory; seen in what is asked for, without one."""
-    function = BatchFunction(lambda shards: shards.local, strategy_of(2))
-    cut_rows = tf.function(lambda x: function.cut(x)[0], autograph=False)
+    cut_rows = tf.function(lambda x: cut_batch(strategy_of(2), x)[0], autograph=False)
     graph = cut_rows.get_concrete_function(tf.TensorSpec([None, 3])).graph
     cuts = [op for op in graph.get_operations() if op.type == "GatherV2"]
     of_the_batch = [op for op in cuts if op.inputs[0] is graph.inputs[0]]
