@@ -118,7 +118,7 @@ def half(strategy: Any) -> tuple[Any, Any]:
 
 # Fails if by hand the sum of the losses is scaled, or a mean that is larger than that of the step:
 # updates are skipped that the step makes with the same scale, of 1 row up to 8,192.
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.more), 3])
 def test_by_hand_no_update_is_skipped_that_the_step_makes(replicas: int) -> None:
     strategy = strategy_of(replicas)
     model, optimizer = half(strategy)

@@ -97,7 +97,10 @@ def of_keras() -> Any:
 
 # Fails if on_epoch_end comes before the last step, not before the first epoch, once more or once
 # less, if either hook is called in another thread, or if a batch is read before them.
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.more), 3])
+@pytest.mark.parametrize(
+    "replicas",
+    [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3],
+)
 def test_a_py_dataset_that_shuffles_itself_trains_as_in_keras(replicas: int) -> None:
     expected = of_keras()
     model = compiled(replicas)

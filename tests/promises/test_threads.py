@@ -210,7 +210,7 @@ def test_trainings_in_turns_of_threads_are_those_of_one_after_the_other() -> Non
 
 # Fails if replicas find the rows of the batch that another thread runs at the same time.
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_replicas_of_each_thread_know_their_own_rows(replicas: int, eager: bool) -> None:
     strategy = strategy_of(replicas)
 
