@@ -168,7 +168,10 @@ def test_a_remat_scope_changes_nothing() -> None:
         np.testing.assert_allclose(weight, truth, **close)
     loss = tmg.evaluate(again, x, Y, **options)["loss"]
     np.testing.assert_allclose(loss, once.evaluate(x, Y, **options), rtol=1e-6)
-    predicted = tmg.predict(again, x, **options)
+    try:
+        predicted = tmg.predict(again, x, **options)
+    except ValueError as error:  # In a graph TensorFlow refuses the names of Keras' arguments.
+        pytest.fail(str(error))
     np.testing.assert_allclose(predicted, once.predict(x, verbose=0), **close)
 
 
