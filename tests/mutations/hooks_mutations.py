@@ -43,10 +43,4 @@ HOOKS = (
         "        reading = reading._replace(batches=from_first)",
         "test_py_datasets.py::test_no_batch_is_read_before_its_epoch[3]",
     ),
-    broken(
-        "what a user holds is open when Python ends",
-        "_open.add(iterator)",
-        "pass",
-        "test_let_go.py::test_a_process_ends_after_loops_of_every_kind",
-    ),
 )

@@ -46,12 +46,6 @@ THREADS = (
         ),
     ),
     broken(
-        "predict leaves its function on the model",
-        "vars(self).update(attributes, _model=model)",
-        "vars(self).update(_model=model)\n        vars(model).update(attributes)",
-        _ALONE,
-    ),
-    broken(
         "what a loop does not warn of, nobody is warned of any more",
         "return bool(_thread.ignored)",
         "return True",
