@@ -16,7 +16,7 @@ from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
-from tfmultigpu.steps.other_states import in_order
+from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
 from tfmultigpu.strategies.topology import tf_variable
@@ -84,7 +84,7 @@ class OneDevice:
                 _assign(handle, move(number, handle, value))
             logs, state, *gradients = concrete(batch)
             numbers = self.named(logs) | {f"state {i}": each for i, each in enumerate(state)}
-            self.own = self._own_of(concrete)
+            self.own = self._own_variables()
             numbers |= {f"own {i}": tf.identity(each) for i, each in enumerate(self.own)}
             if self.updated:
                 self._update(gradients[0], state)
@@ -93,18 +93,16 @@ class OneDevice:
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 
-    def _own_of(self, concrete: object) -> list[tf.Variable]:
+    def _own_variables(self) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
-        touched = self.step.runner.touched
-        assigned = {id(handle) for handle in touched.assigned}
-        assigned &= {id(handle) for handle, _ in _compat.variables_of(concrete)}
+        assigned = {id(handle) for handle in self._touched.assigned}
         local = self.strategy.experimental_local_results
         for variable in (*self.step.model.variables, *self.states, *self.updated):
             assigned -= {id(copy.handle) for copy in local(tf_variable(variable))}
-        return [each for each in touched.variables if id(each.handle) in assigned]
+        return [each for each in self._touched.variables if id(each.handle) in assigned]
 
     def moved(self, batch: Shard, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
@@ -122,7 +120,8 @@ class OneDevice:
 
     def _look(self, batch: Shard) -> tuple[Any, ...]:
         strategy, self.trace = self.twin.strategy, Trace()
-        with sharing_seeds(self.strategy):
+        self._touched = Touched()
+        with sharing_seeds(self.strategy), self._touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))
             looked = self.twin.look(shards, self.trace)
         if not self.twin.names:
