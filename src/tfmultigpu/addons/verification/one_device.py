@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -100,7 +101,12 @@ class OneDevice:
         """
         assigned = {id(handle) for handle in self._touched.assigned}
         local = self.strategy.experimental_local_results
-        for variable in (*self.step.model.variables, *self.states, *self.updated):
+        model = self.step.model
+        known = [*model.variables, *self.states, *self.updated]
+        # Predictions assign those of a metric in a layer at once, and Keras adds them.
+        for metric in (*self.step.metrics, *keras.layers.Layer.metrics.fget(model)):
+            known += metric.variables
+        for variable in known:
             assigned -= {id(copy.handle) for copy in local(tf_variable(variable))}
         return [each for each in self._touched.variables if id(each.handle) in assigned]
 
