@@ -126,4 +126,4 @@ class RunningFit(Protocol):
         """Returns what the training changes: weights, optimizers, and states in closures."""
 
     def other_states(self) -> list[Any]:
-        """Returns the state other than variables, such as tables, that its traces change."""
+        """Returns the state that its traces change: variables, tables, and what is out of reach."""

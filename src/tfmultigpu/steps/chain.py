@@ -98,7 +98,7 @@ class ChainedStep(Step, Looped):
         return [v for step in self.train_steps for v in step.changed_variables()]
 
     def other_states(self) -> list[OtherState]:
-        """Returns the state other than variables that the traces so far change."""
+        """Returns the state that the traces so far change, known to Keras or not."""
         states = list(self.runner.touched.states)
         for step in self.train_steps:
             states += step.other_states()

@@ -42,7 +42,7 @@ _Key: TypeAlias = tuple[Kind, int]  # With the ``id`` of the handle.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OtherState:
-    """State other than variables, as one kind of operation of a trace changes it.
+    """State that a trace changes beside Keras, by one kind of operation.
 
     Attributes:
         kind: ``"table"`` can be read and put back; ``"draws"`` are those of ``tf.random`` without a
@@ -72,7 +72,7 @@ class Touched:
     """What the traces of a step touch.
 
     Attributes:
-        states: The state other than variables that they change.
+        states: The state that they change.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Touched:
 
 
 class _Search:
-    """Search of a graph for operations that change state other than variables."""
+    """Search of a graph for operations that change state."""
 
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph

@@ -82,7 +82,7 @@ class Runner:
         layouts: What the numbers of each tally are; known once traced.
         function: The traces for what is trained and synchronized now.
         functions: The same for each key of the computation so far.
-        touched: What its traces touch: state that is not a variable, and variables.
+        touched: The state that its traces change, and the variables that they use.
         locks: The locks of what a call changes, which it holds: threads take turns.
     """
 

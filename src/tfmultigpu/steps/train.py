@@ -111,7 +111,7 @@ class TrainStep(ModelStep, Looped):
         return [*self.model.variables, *self.optimizer.variables, *states, *closures]
 
     def other_states(self) -> list[OtherState]:
-        """Returns the state other than variables that the traces so far change."""
+        """Returns the state that the traces so far change, known to Keras or not."""
         return self.runner.touched.states
 
     # What a trace takes in ----------------------------------------------------------------------

@@ -64,6 +64,7 @@ class OneDevice:
         kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
         self.updated = [*kept, *step.variables] if trains else []
         self.own: list[tf.Variable] = []
+        self._touched = Touched()  # By the last trace.
         self.smooth = len(kept) or len(self.updated)
 
     @property
