@@ -26,6 +26,7 @@ _CHANGES_NOTHING = re.compile(
     r"|Sleep|Stack|StatelessRandom|SyncDevice|TensorArray|Var|WriteFile|Xla).*"
     r"|.*(Dataset|ImportEvent|IsClosed|Size|Summary|TPU).*|Timestamp"
 )
+_COLLECTIVE = re.compile("Collective|Nccl")  # Takes a variable only for its order among others.
 _PYTHON = re.compile(r"(Eager)?PyFunc")
 _WRITES_TABLE = re.compile(r"LookupTable(Insert|Import|Remove)V2")
 _READS_VARIABLE = (
@@ -178,6 +179,8 @@ class _Search:
             return
         handle = handles[0] if handles else None
         if handle is not None and _compat.is_variable_handle(handle):
+            if _COLLECTIVE.match(node.op):
+                return
             self._add_variable(node.op, handle, f"{within}{node.name}")
             return
         if {"Tin", "Tout"} <= set(node.attr) and handle is not None:
