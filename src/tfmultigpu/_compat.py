@@ -112,6 +112,17 @@ def is_variable_handle(handle: Any) -> bool:
     return bool(data and data.is_set) or not hasattr(handle, "_handle_data")
 
 
+def variable_of_handle(handle: Any) -> Any:
+    """Returns the variable of a strategy one of whose copies has a handle; None for another tensor.
+
+    Private: ``handle._distributed_container``. A function captures the handles of the copies on one
+    replica, and no public name leads from there to the other copies. Without it each replica needs
+    a trace of its own.
+    """
+    container: Any = getattr(handle, "_distributed_container", None)
+    return None if container is None else container()
+
+
 def is_stateful(operation: str) -> bool:
     """Returns whether operations of a type change something, or read what others change.
 

@@ -36,6 +36,7 @@ from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
+from tfmultigpu.steps.traced_once import TracedOnce, why_each
 from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard
@@ -86,15 +87,37 @@ def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
     ::
 
         for each feature: replica = feature.around_replica(replica)
-        phase = each replica of this process computes its shard by replica
+        phase = each replica of this process computes its shard by replica, traced once if it can be
         for each feature: phase = feature.around_phase(phase)
     """
     for feature in step.features:
         replica = feature.around_replica(replica)
-    phase: Phase = functools.partial(on_replicas, step.strategy, replica)
+    phase: Phase = functools.partial(traced_once, step, replica)
     for feature in step.features:
         phase = feature.around_phase(phase)
     return phase
+
+
+def traced_once(
+    step: OfReplicas, replica: Callable[..., Any], shards: Shards, trace: Trace
+) -> list[Any]:
+    """Runs a function on every replica of this process, by one trace if that can serve all.
+
+    ::
+
+        first replica: function = trace of replica
+        each replica:  function(own shard, own rows, ...), with its own copies of the variables
+    """
+    trace.why_each = trace.why_each or why_each(step.strategy, step.features)
+    if not trace.why_each:
+        once = TracedOnce(step.strategy, replica, shards)
+        try:
+            return on_replicas(step.strategy, once, shards, trace)
+        except Exception:
+            if not once.why_each:
+                raise
+            trace.why_each = once.why_each
+    return on_replicas(step.strategy, replica, shards, trace)
 
 
 def on_replicas(

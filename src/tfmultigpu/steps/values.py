@@ -167,6 +167,9 @@ class Trace:
         seeds: Those of them that draws took seeds from: every micro-batch finds them as the first
             one does, and takes its rows of the same draws.
         updated: The trained variables that have a gradient, of a target or a penalty.
+        why_each: Why the function of a replica is traced for each; "" if one trace serves all.
+        functions: Those that replicas call, which live as long as the graph of the calls.
+        counts_replicas: Whether something in them asks how many replicas there are.
     """
 
     layout: Layout | None = None
@@ -175,6 +178,9 @@ class Trace:
     state: list[KerasVariable] = dataclasses.field(default_factory=list)
     seeds: list[Any] = dataclasses.field(default_factory=list)
     updated: tuple[Any, ...] = ()
+    why_each: str = ""
+    functions: list[Any] = dataclasses.field(default_factory=list)
+    counts_replicas: bool = False
 
     def note(
         self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[KerasVariable]

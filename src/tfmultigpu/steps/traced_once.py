@@ -1,0 +1,229 @@
+"""The function of a replica, traced for the first one and called by all.
+
+TensorFlow traces, optimizes and prepares what ``strategy.run`` runs once for each replica, although
+replicas differ in their rows, their variables and their device alone. Rows are arguments; variables
+are resources, which a trace takes in as arguments too; and a function that is called, not inlined,
+runs on the device of its caller. So one trace serves all, and each replica gives its own::
+
+    first replica:  function = trace of replica(shard, rows, ...)
+    each replica:   function(own shard, own rows, ..., own copies of the variables)
+
+Replicas that add up something within the function, or do something else by their number, need a
+trace each: ``Trace.why_each`` says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfmultigpu import _compat, _patch
+from tfmultigpu._patch import patching, setting
+from tfmultigpu.steps.features.feature import Feature
+from tfmultigpu.steps.other_states import Touched
+from tfmultigpu.steps.values import Shards, Trace
+from tfmultigpu.strategies.topology import local_replicas
+
+_PACKAGE = str(Path(__file__).parents[1])
+# Files through which a question for the number of replicas passes.
+_PASSING = (_patch.__file__, inspect.getsourcefile(tf.distribute.ReplicaContext))
+
+
+class NeedsEachError(Exception):
+    """The first trace has found out why each replica needs one of its own.
+
+    Keras adds words to errors, so the reason is read from ``TracedOnce.why_each``.
+    """
+
+
+def why_each(strategy: tf.distribute.Strategy, features: Sequence[Feature]) -> str:
+    """Returns why each replica needs a trace of its own, as far as it is known before one.
+
+    Returns:
+        A reason, for a person; "" if one trace may serve all.
+    """
+    replicas = len(local_replicas(strategy))
+    if replicas == 1:
+        return "this process has one replica"
+    if replicas < strategy.num_replicas_in_sync:
+        return "there are several workers"
+    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+        return f"{type(strategy).__name__} has a way of its own"
+    for feature in features:
+        if type(feature).around_replica is not Feature.around_replica:
+            return f"{type(feature).__name__} changes the function of each replica"
+        if feature.colocates_gradients:
+            return f"{type(feature).__name__} computes on several devices"
+    return ""
+
+
+class TracedOnce:
+    """A function for ``strategy.run`` that the first replica traces and all call.
+
+    Attributes:
+        why_each: Why each replica needs a trace of its own; "" if one serves all.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, replica: Callable[..., Any], shards: Shards
+    ) -> None:
+        """Begins without a trace.
+
+        Args:
+            strategy: The strategy.
+            replica: The function of one replica.
+            shards: What it will be called with, for the shapes that all replicas share.
+        """
+        self.why_each = ""
+        self._strategy, self._replica = strategy, replica
+        self._specs = _specs_of(shards)
+        self._function: Any = None
+
+    def __call__(self, *args: Any, trace: Trace) -> Any:
+        """Calls the function on one replica; the first replica comes first.
+
+        Raises:
+            NeedsEachError: Each replica needs a trace of its own.
+        """
+        if self._function is None:
+            self._function = self._traced(trace)
+            trace.functions.append(self._function)
+        context: Any = tf.distribute.get_replica_context()
+        number = tf.get_static_value(context.replica_id_in_sync_group)
+        captured = [self._own(tensor, number) for tensor in self._function.captured_inputs]
+        return _call(self._function, args, captured)
+
+    def _traced(self, trace: Trace) -> Any:
+        """Returns the concrete function."""
+        touched = Touched()
+
+        def run(*args: Any) -> Any:
+            with self._alone(trace), touched.noting():
+                return self._replica(*args, trace=trace)
+
+        attributes = {"_noinline": True}
+        function = tf.function(run, autograph=False, experimental_attributes=attributes)
+        concrete = function.get_concrete_function(*self._specs)
+        # Replicas that call one function would draw the same numbers.
+        if any(state.kind == "draws" for state in touched.states):
+            self._refuse("it draws random numbers by tf.random, not by keras.random")
+        return concrete
+
+    @contextmanager
+    def _alone(self, trace: Trace) -> Iterator[None]:
+        """Refuses what waits for the other replicas, or tells one replica from another."""
+        context: Any = tf.distribute.get_replica_context()
+
+        def merge_call(*_: Any, **__: Any) -> None:  # All ways to add up come here.
+            self._refuse("replicas add up something in it, such as the moments of a batch")
+
+        def number(original: Any, asked: Any) -> None:
+            self._refuse("it asks for the number of its replica")
+
+        def count(original: Any, asked: Any) -> Any:
+            trace.counts_replicas |= not _asked_by_us()
+            return original(asked)
+
+        with (
+            setting(context, merge_call=merge_call),
+            patching(tf.distribute.ReplicaContext, "replica_id_in_sync_group", number),
+            patching(tf.distribute.ReplicaContext, "num_replicas_in_sync", count),
+            patching(tf.distribute.Strategy, "num_replicas_in_sync", count),
+        ):
+            yield
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.why_each = why
+        raise NeedsEachError(why)
+
+    def _own(self, tensor: Any, number: int) -> Any:
+        """Returns what a replica has where the trace of the first one captured a tensor."""
+        variable = _compat.variable_of_handle(tensor)
+        if variable is None:
+            return tensor
+        copy = self._strategy.experimental_local_results(variable)[number]
+        graph: Any = tf.compat.v1.get_default_graph()
+        graph.watch_variable(copy)  # As a read would.
+        return copy.handle
+
+
+def _asked_by_us() -> bool:
+    """Returns whether it is code of this package that asks how many replicas there are."""
+    frame = inspect.currentframe()
+    passing = (__file__, *_PASSING)
+    while frame is not None and frame.f_code.co_filename in passing:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def call_on_one_device(function: Any, shards: Shards) -> Any:
+    """Returns what a function that replicas call gives for a whole batch, with the first copies.
+
+    Args:
+        function: A concrete function of ``Trace.functions``.
+        shards: The batch in one piece.
+
+    Returns:
+        What a replica would return; None if the function is for another kind of batch.
+    """
+    (local,), (rows,), (state,) = shards.local, shards.rows, shards.state
+    rows = rows._replace(weight=tf.ones([], tf.float64))
+    args = local, rows, state, shards.factor, shards.total
+    expected, _ = function.structured_input_signature
+    try:
+        tf.nest.assert_same_structure(args, expected, expand_composites=True)
+    except (TypeError, ValueError):
+        return None
+    flat = tf.nest.flatten(expected, expand_composites=True)
+    for tensor, spec in zip(_tensors(args), [one for one in flat if one is not None], strict=True):
+        if not spec.is_compatible_with(tensor):
+            return None
+    return _call(function, args, function.captured_inputs)
+
+
+def _call(function: Any, args: Any, captured: Sequence[Any]) -> Any:
+    outputs = tf.raw_ops.StatefulPartitionedCall(
+        args=[*_tensors(args), *captured],
+        Tout=[tensor.dtype for tensor in function.outputs],
+        f=function,
+    )
+    return _packed(function.structured_outputs, outputs)
+
+
+def _specs_of(shards: Shards) -> tuple[Any, ...]:
+    """Returns the type specs of the arguments: what those of all replicas have in common."""
+    common: Any = None
+    for local, rows, state in zip(shards.local, shards.rows, shards.state, strict=True):
+        specs = tf.nest.map_structure(_spec_of, (local, rows, state))
+        common = specs if common is None else tf.nest.map_structure(_common, common, specs)
+    return (*common, _spec_of(shards.factor), _spec_of(shards.total))
+
+
+def _spec_of(value: Any) -> Any:
+    return None if value is None else tf.type_spec_from_value(value)
+
+
+def _common(spec: Any, other: Any) -> Any:
+    if spec is None:
+        return None
+    common = spec.most_specific_common_supertype([other])
+    assert common is not None, f"{spec} and {other} are shards of one batch"
+    return common
+
+
+def _tensors(structure: Any) -> list[Any]:
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    return [tensor for tensor in flat if tensor is not None]
+
+
+def _packed(structure: Any, tensors: Sequence[Any]) -> Any:
+    """Returns tensors in place of those of a structure, in which None stays."""
+    turn = iter(tensors)
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    filled = [None if leaf is None else next(turn) for leaf in flat]
+    return tf.nest.pack_sequence_as(structure, filled, expand_composites=True)
