@@ -44,6 +44,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_compile_config",
         "_compile_metrics",
         "_cross_device_ops",
+        "_distributed_container",
         "_distribution_strategy",
         "_flat_metrics",
         "_flat_weighted_metrics",
@@ -239,8 +240,19 @@ def test_variables_of_a_function_are_known_that_it_only_assigns():
         return total
 
     concrete = step.get_concrete_function(tf.constant(0.0))
-    values = [value.numpy().tolist() for _, value in _compat.variables_of(concrete)]
-    assert sorted(map(str, values)) == ["5", "[1.0]"]
+    found = {id(handle): dtype for handle, dtype in _compat.variables_of(concrete)}
+    assert found == {id(counter.handle): tf.int64, id(other.handle): tf.float32}
+
+
+def test_the_handle_of_a_copy_leads_to_the_variable_of_all_replicas():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+    for copy in strategy.experimental_local_results(variable):
+        assert _compat.variable_of_handle(copy.handle) is variable
+    alone = tf.Variable(1.0)
+    assert _compat.variable_of_handle(alone.handle) is None
+    assert _compat.variable_of_handle(tf.constant(1.0)) is None
 
 
 # What a model was compiled with -------------------------------------------------------------------

@@ -85,8 +85,8 @@ def strategies_were_made() -> bool:
     return gauge is None or gauge.get_cell("num_replicas").value() > 0
 
 
-def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
-    """Returns the handle and the value of each variable that a concrete function can assign.
+def variables_of(concrete: Any) -> list[tuple[Any, tf.DType]]:
+    """Returns the handle and the dtype of each variable that a concrete function can assign.
 
     Private: ``_handle_data`` of a resource, which tells the dtype of a variable. ``variables`` of a
     function leaves out those that it only assigns.
@@ -98,7 +98,7 @@ def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
         with tf.device(handle.device):
             if data and data.is_set and tf.raw_ops.VarIsInitializedOp(resource=handle):
                 dtype = tf.as_dtype(data.shape_and_type[0].dtype)
-                found.append((handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
+                found.append((handle, dtype))
     return found
 
 

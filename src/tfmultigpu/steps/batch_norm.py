@@ -70,6 +70,19 @@ def moments_of_replicas(original: Any, layer: KerasLayer, inputs: Any, mask: Any
 
 
 @contextmanager
+def noting_moments(layers: list[KerasLayer]) -> Iterator[None]:
+    """Adds each layer that takes the moments of the rows of this replica alone; replica context."""
+
+    def moments(original: Any, layer: KerasLayer, inputs: Any, mask: Any) -> Any:
+        if not layer.synchronized and all(layer is not known for known in layers):
+            layers.append(layer)
+        return original(layer, inputs, mask)
+
+    with patching(_compat.home_of("_moments"), "_moments", moments):
+        yield
+
+
+@contextmanager
 def short_sums() -> Iterator[None]:
     """Makes ``all_reduce`` of this replica cheap to trace inside the context; replica context.
 

@@ -14,6 +14,7 @@ from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows,
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.values import Shards
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -111,7 +112,11 @@ class BatchFunction:
         ]
         if offsets is not None:
             specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
-        concrete = function.get_concrete_function(*specs)
+        replicas = self.strategy.num_replicas_in_sync
+        with saying_if_slow(
+            f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
+        ):
+            concrete = function.get_concrete_function(*specs)
         self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
         return concrete
 

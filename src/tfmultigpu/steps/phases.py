@@ -29,14 +29,14 @@ from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
-from tfmultigpu.steps.batch_norm import short_sums
+from tfmultigpu.steps.batch_norm import noting_moments, short_sums
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
-from tfmultigpu.steps.traced_once import TracedOnce, why_each
+from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard
@@ -108,6 +108,11 @@ def traced_once(
         first replica: function = trace of replica
         each replica:  function(own shard, own rows, ...), with its own copies of the variables
     """
+    if trace.known is not None:  # One device, of which the replicas have a trace already.
+        result = call_on_one_device(trace.known, shards)
+        if result is not None:
+            trace.note_known()
+            return [result]
     trace.why_each = trace.why_each or why_each(step.strategy, step.features)
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)
@@ -174,7 +179,8 @@ def train_replica(
     """
     values = [variable.value for variable in step.variables]
     before = zip(trace.state, state, strict=False)
-    with tracing_model(step, rows), noting_effects() as effects:
+    moments = noting_moments(trace.own_moments)
+    with tracing_model(step, rows), moments, noting_effects() as effects:
         # Forward. The sum of each loss is divided here by what is known of its divisor.
         with DeferredAssignments(before, rows.counts()) as deferred, tf.GradientTape() as tape:
             terms, outputs = step.forward(shard, training=True)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import GATHERED, structure_of
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
@@ -27,6 +27,7 @@ from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
+from tfmultigpu.steps.traced_once import why_each
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Shard
@@ -98,13 +99,20 @@ class Runner:
         self._length = CallLength(self.strategy)
         self._key: Hashable = None
         self.touched = Touched()
+        self._traces: dict[Hashable, Trace] = {}
+        self._is_inside, self._why_each = False, ""
+
+    @property
+    def trace(self) -> Trace:
+        """The last trace for what is trained and synchronized now."""
+        return self._traces.get(self._key, Trace())
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Prepares the computation, if what a trace depends on has changed; before each step."""
         if self._key is not None and self.computation.key() == self._key:
             return
         if self.computation.prepare(spec):
-            self.functions, self._loops = {}, []
+            self.functions, self._loops, self._traces = {}, [], {}
         self._key = self.computation.key()
         new = BatchFunction(self._trace, self.strategy)
         self.function = self.functions.setdefault(self._key, new)
@@ -121,8 +129,11 @@ class Runner:
         """Traces the computation: returns its result, and the vectors of its tallies."""
         kinds = tf.nest.map_structure(_kind_of, shards.local[0])
         self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
+        # Inside a function of the user nobody could ask a second time for an error that was lost.
+        inside = "the step is part of a tf.function of the user's" if self._is_inside else ""
+        trace = self._traces[self._key] = Trace(why_each=self._why_each or inside)
         with self.computation.around_trace(), self.touched.noting():
-            result, tallies = self.computation.compute(shards, Trace())
+            result, tallies = self.computation.compute(shards, trace)
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
         return result, _vectors(tallies)
 
@@ -140,7 +151,8 @@ class Runner:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
         with self._alone():
             self.settle(lambda: self.function.spec_of(batch))
-            if tf.inside_function():
+            self._is_inside = tf.inside_function()
+            if self._is_inside:
                 return self.function(batch)[0]
             with self._retraces.watch():
                 return self.call((batch, *self.function.parts_of(batch)))[0]
@@ -155,8 +167,20 @@ class Runner:
         return self.computation.around_call(self._run) != self._run
 
     def _run(self, batch: Batch) -> tuple[Any, Tallies]:
-        result, vectors = self.function.run(*batch)
+        try:
+            result, vectors = self.function.run(*batch)
+        except tf.errors.CancelledError:
+            if self._why_each or why_each(self.strategy, ()):
+                raise
+            self._trace_for_each()
+            result, vectors = self.function.run(*batch)  # Which raises what was lost.
         return result, self._tallies(vectors)
+
+    def _trace_for_each(self) -> None:
+        """Has the function of a replica traced for each from now on."""
+        self._why_each = "TensorFlow has lost the error of a replica"
+        self.functions, self._loops, self._traces = {}, [], {}
+        self.function = self.functions[self._key] = BatchFunction(self._trace, self.strategy)
 
     # Many batches -------------------------------------------------------------------------------
 
@@ -178,7 +202,8 @@ class Runner:
         self.settle(lambda: spec)
         kind = (self._key, kind, tf.type_spec_from_value(source))
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
-        if tf.inside_function():
+        self._is_inside = tf.inside_function()
+        if self._is_inside:
             with explaining_failures(self.strategy):
                 loop, _ = self._find(kind, split)
                 logs, vectors = loop(source, tf.cast(steps, tf.int64), *_vectors(done))
@@ -194,7 +219,7 @@ class Runner:
             # Ctrl-C is heard between calls.
             asked = min(most, int(steps) - ran, self._length.steps)
             began = time.perf_counter()
-            with explaining_failures(self.strategy):
+            with explaining_failures(self.strategy), self._finding_lost_errors():
                 logs, vectors = loop(source, tf.cast(asked, tf.int64), *_vectors(done))
                 done = self._tallies(vectors)
                 if ran + asked == steps:  # Reading logs waits for a GPU.
@@ -204,6 +229,21 @@ class Runner:
             if ran - before < asked:
                 return dict(logs), done
         return logs_of(done), done
+
+    @contextmanager
+    def _finding_lost_errors(self) -> Iterator[None]:
+        """Reports an error of a replica that TensorFlow has lost in a loop, whose batch is gone."""
+        try:
+            yield
+        except tf.errors.CancelledError as error:
+            if self._why_each or why_each(self.strategy, ()):
+                raise
+            self._trace_for_each()
+            raise TfMultiGpuError(
+                "A replica failed on one of these batches, and TensorFlow reports only that the "
+                "others were cancelled. Received: CancelledError. The step is traced for each "
+                "replica from now on, so run it again, or call step(batch), to see the error."
+            ) from error
 
     def _next_batch(self, source: Any, split: Split) -> Batch | None:
         """Returns the next batch of an iterator, cut; None at the end of its data."""

@@ -8,6 +8,9 @@ runs on the device of its caller. So one trace serves all, and each replica give
     first replica:  function = trace of replica(shard, rows, ...)
     each replica:   function(own shard, own rows, ..., own copies of the variables)
 
+Of several functions that fail TensorFlow may lose the error, and report only that others were
+cancelled: a ``Runner`` then traces for each replica, and runs the batch again.
+
 Replicas that add up something within the function, or do something else by their number, need a
 trace each: ``Trace.why_each`` says so.
 """
@@ -161,29 +164,49 @@ def _asked_by_us() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
-def call_on_one_device(function: Any, shards: Shards) -> Any:
-    """Returns what a function that replicas call gives for a whole batch, with the first copies.
+def call_on_one_device(known: Trace, shards: Shards) -> Any:
+    """Returns what a replica would return for a whole batch, with the first copy of each variable.
 
     Args:
-        function: A concrete function of ``Trace.functions``.
+        known: The trace of the same step on replicas.
         shards: The batch in one piece.
 
     Returns:
-        What a replica would return; None if the function is for another kind of batch.
+        What the function of ``known`` returns; None if one device needs a trace of its own.
     """
-    (local,), (rows,), (state,) = shards.local, shards.rows, shards.state
-    rows = rows._replace(weight=tf.ones([], tf.float64))
-    args = local, rows, state, shards.factor, shards.total
-    expected, _ = function.structured_input_signature
-    try:
-        tf.nest.assert_same_structure(args, expected, expand_composites=True)
-    except (TypeError, ValueError):
+    if not known.functions or known.counts_replicas:
         return None
-    flat = tf.nest.flatten(expected, expand_composites=True)
-    for tensor, spec in zip(_tensors(args), [one for one in flat if one is not None], strict=True):
-        if not spec.is_compatible_with(tensor):
-            return None
+    function = known.functions[0]
+    specs, _ = function.structured_input_signature
+    (local,), (rows,), (state,) = shards.local, shards.rows, shards.state
+    parts = None if specs[1].parts is None else tf.ones([], tf.int64)
+    rows = rows._replace(weight=tf.ones([], tf.float64), parts=parts)
+    args = local, rows, state, shards.factor, shards.total
+    if not _fit(args, specs):
+        return None
+    graph: Any = tf.compat.v1.get_default_graph()
+    for variable in function.variables:
+        graph.watch_variable(variable)  # As a read would.
     return _call(function, args, function.captured_inputs)
+
+
+def _fit(args: Any, specs: Any) -> bool:
+    """Returns whether a function that was traced for some specs can be called with arguments."""
+    try:
+        tf.nest.assert_same_structure(args, specs, expand_composites=True)
+    except (TypeError, ValueError):
+        return False
+    flat = zip(
+        tf.nest.flatten(args, expand_composites=True),
+        tf.nest.flatten(specs, expand_composites=True),
+        strict=True,
+    )
+    for tensor, spec in flat:
+        if (tensor is None) != (spec is None):
+            return False
+        if spec is not None and not spec.is_compatible_with(tensor):
+            return False
+    return True
 
 
 def _call(function: Any, args: Any, captured: Sequence[Any]) -> Any:

@@ -192,6 +192,18 @@ class TrainStep(ModelStep, Looped):
         """Runs the forward pass on a shard, for whoever watches its layers; traced."""
         self.forward(shard, training=True)
 
+    def with_features(self, features: Sequence[Feature]) -> TrainStep:
+        """Returns the same step with other features; it trains the same variables."""
+        other = TrainStep(
+            self.forward,
+            self.optimizer,
+            self.strategy,
+            features,
+            metrics=self.step_metrics,
+            update=self.update,
+        )
+        return other.bind(known=self.features)
+
     def on_one_device(self) -> TrainStep:
         """Returns the same for the default strategy, for ``look``: it updates nothing."""
         strategy = tf.distribute.get_strategy()

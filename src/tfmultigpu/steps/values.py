@@ -23,7 +23,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.tally import Layout, Tallies
-from tfmultigpu.types import KerasVariable, Scalar
+from tfmultigpu.types import KerasLayer, KerasVariable, Scalar
 
 
 class Rows(NamedTuple):
@@ -170,6 +170,8 @@ class Trace:
         why_each: Why the function of a replica is traced for each; "" if one trace serves all.
         functions: Those that replicas call, which live as long as the graph of the calls.
         counts_replicas: Whether something in them asks how many replicas there are.
+        own_moments: Layers that normalize by the moments of the rows of their replica alone.
+        known: The trace of the same step on replicas, whose function serves one device as well.
     """
 
     layout: Layout | None = None
@@ -181,6 +183,15 @@ class Trace:
     why_each: str = ""
     functions: list[Any] = dataclasses.field(default_factory=list)
     counts_replicas: bool = False
+    own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
+    known: Trace | None = None
+
+    def note_known(self) -> None:
+        """Notes what ``known`` has found, whose function was called in place of a trace."""
+        known = self.known
+        assert known is not None
+        self.layout, self.places, self.targets = known.layout, known.places, known.targets
+        self.state, self.seeds = known.state, known.seeds
 
     def note(
         self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[KerasVariable]

@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
-from tfmultigpu.addons.verification.compare import Quantity, furthest
-from tfmultigpu.addons.verification.one_device import OneDevice, dense, putting_back
+from tfmultigpu.addons.verification.compare import Quantity, Verification, furthest
+from tfmultigpu.addons.verification.one_device import OneDevice, dense
+from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import phases
@@ -98,6 +99,14 @@ def explain(found: Sequence[Quantity], layer: KerasLayer, step: Any) -> tuple[st
     if any(isinstance(feature, MicroBatches) for feature in step.features):
         return "", _IN_PARTS
     return name if kind != "gradient_norm" else "", _LOSS  # All layers agree.
+
+
+def explain_norms(layers: Sequence[KerasLayer]) -> Verification:
+    """Returns what to say of layers that normalize by the rows of their replica."""
+    names = [f"{type(layer).__name__} {layer.path!r}" for layer in layers]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    difference = "each replica normalizes by the mean and variance of its own rows"
+    return Verification("different", "", (difference,), names[0] + more, _NORM)
 
 
 def locate(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
@@ -22,23 +22,6 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasVariable, Shard
-
-
-@contextmanager
-def putting_back(step: Any, *functions: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Puts back, at the end, what concrete functions of a step change: variables and tables.
-
-    Yields the handles of the variables, and their values.
-    """
-    before = [pair for function in functions for pair in _compat.variables_of(function)]
-    tables = [(table, table.read()) for table in step.runner.touched.tables]
-    try:
-        yield before
-    finally:
-        for handle, value in before:
-            _assign(handle, value)
-        for table, content in tables:
-            table.write(*content)
 
 
 class OneDevice:
@@ -82,8 +65,8 @@ class OneDevice:
         """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
         with putting_back(self.step, concrete, compiled) as before:
-            for number, (handle, value) in enumerate(before if move else ()):
-                _assign(handle, move(number, handle, value))
+            for number, each in enumerate(before if move else ()):
+                each.assign(move(number, each.handle, each.value))
             logs, state, *gradients = concrete(batch)
             numbers = self.named(logs) | {f"state {i}": each for i, each in enumerate(state)}
             self.own = self._own_variables()
@@ -126,7 +109,8 @@ class OneDevice:
         return [self.run(batch, compiled, each) for each in moves]
 
     def _look(self, batch: Shard) -> tuple[Any, ...]:
-        strategy, self.trace = self.twin.strategy, Trace()
+        # What replicas call, traced already, serves for the batch in one piece as well.
+        strategy, self.trace = self.twin.strategy, Trace(known=self.step.runner.trace)
         self._touched = Touched()
         with sharing_seeds(self.strategy), self._touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))
@@ -177,8 +161,3 @@ def dense(outputs: Any) -> list[Any]:
     """Returns the dense floating-point tensors in a nested structure."""
     leaves = tf.nest.flatten(outputs)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]
-
-
-def _assign(handle: Any, value: Any) -> None:
-    with tf.device(handle.device):
-        tf.raw_ops.AssignVariableOp(resource=handle, value=value)

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
+from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.replicated import outside_scopes
-from tfmultigpu.addons.verification.compare import Rounding, Verification, compared
-from tfmultigpu.addons.verification.locate import explain, locate
-from tfmultigpu.addons.verification.one_device import OneDevice, putting_back
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
+from tfmultigpu.addons.verification.locate import explain, explain_norms, locate
+from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import any_rows, count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
+from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.trace import warn
-from tfmultigpu.steps.values import Batch, Call
+from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.steps.values import Batch, Call, Rows
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import KerasLayer, Shard
+
+Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
 
 # Lines of an error that do not say what is wrong.
-_OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|[Ss]tack trace")
+_OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
 
 
 class Verify(Feature):
     """Compares what a step computes with what one device computes, changing nothing.
+
+    ::
+
+        rows  = as many as one replica holds, which do not divide evenly
+        one   = one device computes them
+        other = the step computes them, cut for the replicas
+        everything that they change is put back; then the step computes its batch
 
     Attributes:
         verification: The last outcome, or the first difference before it; None before the first.
@@ -57,9 +75,8 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        if (
-            kinds := len(self._step.runner.functions)
-        ) > self._kinds:  # Frozen layers, or synchronized.
+        kinds = len(self._step.runner.functions)
+        if kinds > self._kinds:  # Frozen layers, or synchronized.
             self._kinds, self._due = kinds, True
             self.verification = self._later = None
         return functools.partial(self._call, call) if self._due else call
@@ -73,41 +90,97 @@ class Verify(Feature):
         # With fewer rows than replicas each computes all of it, which shows nothing.
         if rows < max(replicas, 2) or (self._later and is_even):
             return call(batch)
-        outcome, later = self._later, None
-        if outcome is None:
-            # A mean of equal means is right by chance, so the last row is left out.
-            fewer = divides and 1 < replicas < rows and not (self._always and is_even)
-            outcome = self._compared(batch, rows - fewer)
-            if fewer and outcome.outcome != "same":  # Also of code that takes pairs of rows.
-                later, outcome = outcome, self._compared(batch, rows)
-                later = later if {later.outcome, outcome.outcome} == {"different", "same"} else None
+        found, later = [self._later] if self._later else [], None
+        if not found:
+            self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
+            with saying_if_slow(
+                "The first step is being compared with what one device computes for some of its "
+                "rows. To leave that out, write verify=False."
+            ):
+                found, later = self._verified(batch, self._sizes(rows, is_even=bool(is_even)))
         result = call(batch)
         self._later, self._due = later, bool(self._always or later)
         self._device = self._device if self._due else None
         if self.verification is None or self.verification.outcome != "different":
-            self.verification = outcome
-        if outcome.outcome == "different":
-            warn(str(outcome), ReplicaDependenceWarning)
-        elif outcome.reason:
-            warn(
-                f"The step could not be held to one device: {outcome.reason}. A result that "
-                "depends on how the batch is cut would not be noticed. To leave the check out, "
-                "write verify=False.",
-                ReplicaDependenceWarning,
-            )
+            self.verification = found[0]
+        for outcome in found:
+            _warn_of(outcome)
         return result
 
-    def _compared(self, batch: Batch, rows: int) -> Verification:
-        """Compares the first rows of a batch, changing nothing; all workers call it."""
-        expected, reason = _attempt(lambda: self._expected(batch, rows))
-        told = self._exchange("a reason not to verify", [bool(reason)])
-        outcome = None
-        if not told.any():
-            outcome, reason = _attempt(lambda: self._outcome(*expected))
-        reason = reason or "another worker could not compute the batch by itself"
-        return outcome or Verification("not verified", reason)
+    def _sizes(self, rows: int, *, is_even: bool) -> list[int]:
+        """Returns how many rows of a batch to compare, and how many if those show a difference.
 
-    def _expected(self, batch: Batch, rows: int) -> tuple[Any, ...]:
+        A mean of equal means is right by chance, so the first number does not divide evenly, if
+        one can be had. Code that takes rows in pairs is right with the second alone.
+        """
+        if self._always and is_even:
+            return [rows]
+        parts = self._strategy.num_replicas_in_sync
+        for feature in self._step.features:
+            if isinstance(feature, MicroBatches):
+                parts *= feature.count
+        if parts == 1:
+            return [rows]
+        held = rows if self._always else -(-rows // parts)  # By a replica, at one time.
+        most = min(rows, max(held, parts + 1))
+        uneven = most if most % parts else most - 1
+        even = most - most % parts
+        if even == held:  # Shapes that agree there by chance must not agree on one device too.
+            even += -parts if even > parts else parts
+            even = min(even, rows)
+        sizes = (uneven, even) if is_even else (uneven,)
+        return [size for size in sizes if size >= parts] or [most]
+
+    def _verified(
+        self, batch: Batch, sizes: list[int]
+    ) -> tuple[list[Verification], Verification | None]:
+        """Verifies a batch; all workers call it.
+
+        Returns:
+            What to say now, first what counts as the outcome; and what to say of the first uneven
+            batch.
+        """
+        step, said = self._step, []
+        norms = step.runner.trace.own_moments
+        if norms and self._strategy.num_replicas_in_sync > 1:
+            # They are as everybody knows them. What else there is shows without them.
+            said = [explain_norms(norms)]
+            step = self._without(step, batch)
+
+        first = self._compared(step, batch, sizes[0])
+        if first.verification.outcome == "same" or len(sizes) == 1:
+            outcome, later = self._located(first), None
+        else:
+            second = self._compared(step, batch, sizes[1])
+            outcomes = first.verification.outcome, second.verification.outcome
+            later = self._located(first) if outcomes == ("different", "same") else None
+            outcome = self._located(second)
+        if said and outcome.outcome == "same":
+            return said, later
+        return [*said, outcome], later
+
+    def _without(self, step: TrainStep, batch: Batch) -> TrainStep:
+        """Returns the step with layers that normalize by what they remember, as in inference."""
+        others = [feature for feature in step.features if feature is not self]
+        other = step.with_features([*others, NormalizeByState()])
+        structure, leaves, _ = batch
+        specs = [leaf if leaf is None else any_rows(leaf) for leaf in leaves[0]]
+        other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
+        return other
+
+    # One comparison -----------------------------------------------------------------------------
+
+    def _compared(self, step: Step, batch: Batch, rows: int) -> _Comparison:
+        """Compares the first rows of a batch, changing nothing; all workers call it."""
+        one, reason = _attempt(lambda: self._whole(step, batch, rows))
+        told = self._exchange("a reason not to verify", [bool(reason)])
+        comparison = None
+        if not told.any():
+            comparison, reason = _attempt(lambda: self._comparison(one))
+        reason = reason or "another worker could not compute the batch by itself"
+        return comparison or _Comparison(Verification("not verified", reason), one)
+
+    def _whole(self, step: Step, batch: Batch, rows: int) -> _One:
         """Returns what the first rows of the batch give on one device, and how to compare that."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
@@ -116,55 +189,135 @@ class Verify(Feature):
         local, places = cut_batch(self._strategy, whole)
         shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
         cut = structure, shards, None if offsets is None else places
-        compiled = self._step.runner.function.compiled(*cut)
-        self._refuse_what_stays()
+        compiled, arguments = step.runner.function.compiled(*cut)
+        _refuse_what_stays(step)
         device = self._device
-        if device is None or device.key != self._step.key():
-            device = OneDevice(self._step, self._measure)
-        one = device.run(whole, compiled[0])
+        if device is None or device.step is not step or device.key != step.key():
+            device = OneDevice(step, self._measure)
+        numbers = device.run(whole, compiled)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
-        return device, one, whole, (local, places), compiled
+        return _One(device, numbers, whole, local, places, compiled, arguments)
 
-    def _refuse_what_stays(self) -> None:
-        """Raises an error if the step changes what cannot be put back; before anything runs."""
-        for state in self._step.runner.touched.states:
-            if state.kind == "python":
-                raise _CannotVerifyError(
-                    f"it runs Python code in {state.operation!r}, and what that remembers cannot "
-                    "be put back. If it remembers nothing, write tf.numpy_function(function, "
-                    "inputs, dtype, stateful=False)"
-                )
-            if state.kind == "other":
-                raise _CannotVerifyError(
-                    f"it changes a resource in {state.operation!r} that is not a variable, and "
-                    "cannot be put back. Keep it in a tf.Variable or a table of "
-                    "tf.lookup.experimental"
-                )
-
-    def _outcome(self, device: Any, one: Any, whole: Any, cut: Any, step: Any) -> Verification:
-        compiled, args = step
-        bounds = Rounding(all_layers(self._step.model))
-        with putting_back(self._step, compiled):
-            found = [q for q in compared(device, one, compiled(*args)[0], bounds) if q.apart]
+    def _comparison(self, one: _One) -> _Comparison:
+        """Runs the step, and compares what it computes with what one device did."""
+        device = one.device
+        bounds = Rounding(all_layers(device.step.model))
+        with putting_back(device.step, one.compiled):
+            logs = one.compiled(*one.arguments)[0]
+            found = [q for q in compared(device, one.numbers, logs, bounds) if q.apart]
         steady, beyond = [], []
         if found:
-            still, again, *moved = device.moved(whole, compiled, bounds.compute)
+            still, again, *moved = device.moved(one.whole, one.compiled, bounds.compute)
             steady = [each for each in found if each.is_steady(still, again)]
             beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
         numbers = [len(found), len(steady), len(beyond)]
         told = self._exchange("what a verification found", numbers).max(axis=0)
+        outcome = Verification("different", "", tuple(map(str, beyond)))
+        if not told[2]:
+            outcome = Verification("same")
         if told[0] and not told[1]:
             reason = (
                 f"{found[0].name if found else 'a quantity'} differs between two runs on one "
                 "device. Draw by keras.random with a keras.random.SeedGenerator, which both repeat"
             )
-            return Verification("not verified", reason)
-        if not told[2]:
-            return Verification("same")
-        join, bound = functools.partial(join_rows, self._strategy), math.sqrt(bounds.compute)
-        layer, _ = _attempt(lambda: locate(self._step, device, join, cut[0], cut[1], bound))
-        culprit, advice = explain(beyond, layer, self._step)
-        return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
+            outcome = Verification("not verified", reason)
+        return _Comparison(outcome, one, beyond)
+
+    def _located(self, comparison: _Comparison) -> Verification:
+        """Returns the outcome, of a difference with what it comes from; all workers call it."""
+        outcome, one = comparison.verification, comparison.one
+        if outcome.outcome != "different" or one is None:
+            return outcome
+        step = one.device.step
+        join = functools.partial(join_rows, self._strategy)
+        bound = math.sqrt(Rounding(all_layers(step.model)).compute)
+        layer, _ = _attempt(lambda: locate(step, one.device, join, one.local, one.places, bound))
+        culprit, advice = explain(comparison.beyond, layer, step)
+        return dataclasses.replace(outcome, culprit=culprit, advice=advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class _One:
+    """What one device computed, and how the step computes the same.
+
+    Attributes:
+        device: The step on one device.
+        numbers: What it computed, by name.
+        whole: The rows in one piece.
+        local: The shard of each replica of this process.
+        places: The offsets of all shards.
+        compiled: The step.
+        arguments: The rows as it takes them.
+    """
+
+    device: OneDevice
+    numbers: dict[str, Any]
+    whole: Shard
+    local: list[Any]
+    places: tf.Tensor
+    compiled: Any
+    arguments: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """The outcome of a comparison, without what a difference comes from.
+
+    Attributes:
+        verification: The outcome.
+        one: What one device computed; None if it could not.
+        beyond: What differs by more than rounding.
+    """
+
+    verification: Verification
+    one: _One | None
+    beyond: Sequence[Quantity] = ()
+
+
+class NormalizeByState(Feature):
+    """Has batch normalization use its moving statistics, which do not depend on the cut."""
+
+    def on_one_device(self) -> Feature:
+        """Returns the same."""
+        return self
+
+    def around_model(self, rows: Rows) -> AbstractContextManager[None]:
+        """Gives the moving mean and variance for those of the rows."""
+
+        def moments(original: Any, layer: KerasLayer, inputs: tf.Tensor, mask: Any) -> Any:
+            state = layer.moving_mean, layer.moving_variance
+            return tuple(tf.cast(each, inputs.dtype) for each in state)
+
+        return patching(_compat.home_of("_moments"), "_moments", moments)
+
+
+def _warn_of(outcome: Verification) -> None:
+    if outcome.outcome == "different":
+        warn(str(outcome), ReplicaDependenceWarning)
+    elif outcome.reason:
+        warn(
+            f"The step could not be held to one device: {outcome.reason}. A result that "
+            "depends on how the batch is cut would not be noticed. To leave the check out, "
+            "write verify=False.",
+            ReplicaDependenceWarning,
+        )
+
+
+def _refuse_what_stays(step: Step) -> None:
+    """Raises an error if the step changes what cannot be put back; before anything runs."""
+    for state in step.runner.touched.states:
+        if state.kind == "python":
+            raise _CannotVerifyError(
+                f"it runs Python code in {state.operation!r}, and what that remembers cannot "
+                "be put back. If it remembers nothing, write tf.numpy_function(function, "
+                "inputs, dtype, stateful=False)"
+            )
+        if state.kind == "other":
+            raise _CannotVerifyError(
+                f"it changes a resource in {state.operation!r} that is not a variable, and "
+                "cannot be put back. Keep it in a tf.Variable or a table of "
+                "tf.lookup.experimental"
+            )
 
 
 class _CannotVerifyError(Exception):
@@ -182,8 +335,8 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     except tf.errors.OpError as error:
         if isinstance(error, tf.errors.ResourceExhaustedError) or line_on_memory(error.message):
             return None, (
-                f"one device has not enough memory for the whole batch: {_essence(error)}. Check a "
-                "smaller batch in a test"
+                f"one device has not enough memory for as many rows as a replica has: "
+                f"{_essence(error)}. Check a smaller batch in a test"
             )
         # The warning is given once the replicas have computed the batch.
         return None, (
