@@ -354,7 +354,7 @@ def _essence(error: Exception) -> str:
     message = re.sub(r"\x1b\[\d*m", "", str(error))
     said = []
     for line in message.splitlines():
-        text = line.strip().partition("[[{{")[0].partition("[Op:")[0].strip()
+        text = line.strip().partition("[[")[0].partition("[Op:")[0].strip()
         if text and not _OF_TRACEBACK.match(text):
             said.append(text)
     return " ".join(said)[:300].rstrip(".")
