@@ -76,7 +76,7 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
     ("changes", "message"),
     [
         ({"SLURM_PROCID": "5"}, r"^Slurm: index is out of range\. .*0 to 4\. Received: 5"),
-        ({"SLURM_PROCID": "x"}, r"'x'\. Start the program with srun"),
+        ({"SLURM_PROCID": "x"}, r"'x'\. Received: .* Start the program with srun"),
         ({"SLURM_PROCID": "9" * 5000}, r"'SLURM_PROCID': '9999"),
         ({"SLURM_STEP_NODELIST": None}, r"SLURM_STEP_NODELIST is not set"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, r'Invalid hostlist format "n\[1-"'),

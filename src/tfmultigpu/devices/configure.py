@@ -51,8 +51,10 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     if left_out:
         raise TfMultiGpuError(
             f"{call} leaves out {listed(left_out)}. TensorFlow would fail at the first operation: "
-            "memory growth cannot differ between GPUs. Write enable_memory_growth() for all, or "
-            "first hide those with tf.config.set_visible_devices."
+            "memory growth cannot differ between GPUs.",
+            "",
+            "Write enable_memory_growth() for all, or first hide those with "
+            "tf.config.set_visible_devices.",
         )
     all_devices = _by_name(config.list_physical_devices())
     divided = [n for n, d in all_devices.items() if config.get_logical_device_configuration(d)]
@@ -94,8 +96,10 @@ def limit_memory(limits: Mapping[str, int]) -> None:
         parts = len(config.get_logical_device_configuration(visible[name]) or ())
         if parts > 1:
             raise TfMultiGpuError(
-                f"{call} would undo the split of {name} into {parts} parts. Give the limit with "
-                f'the split: split_device("{name}", parts={parts}, memory={limit // parts}).'
+                f"{call} would undo the split of {name} into {parts} parts.",
+                "",
+                f'Give the limit with the split: split_device("{name}", parts={parts}, '
+                f"memory={limit // parts}).",
             )
     _divide(wanted, call)
 
@@ -171,7 +175,9 @@ def _checked_sizes(
     """Returns the bytes of each part of a GPU."""
     if not name.startswith("GPU:"):
         raise TfMultiGpuError(
-            f"{call}: TensorFlow limits the memory of GPUs only. For {name} leave memory out."
+            f"{call}: TensorFlow limits the memory of GPUs only.",
+            "",
+            f"For {name} leave memory out.",
         )
     (gpu,) = [gpu for gpu in list_devices("GPU") if gpu.name == name]
     if memory is None and gpu.memory_free is None:
@@ -224,8 +230,10 @@ def _check_compatible(call: str, growing: Sequence[str], divided: Sequence[str])
         raise TfMultiGpuError(
             f"{call}: {listed(divided)} split or limited, and memory growth of {listed(growing)}, "
             "exclude each other. TensorFlow drops memory growth of every GPU, without a message, "
-            "if any device is split or limited, even the CPU. Remove one of the two lines, or set "
-            f'os.environ["{_FORCE_GROWTH}"] = "true" before the first operation instead.'
+            "if any device is split or limited, even the CPU.",
+            "",
+            f'Remove one of the two lines, or set os.environ["{_FORCE_GROWTH}"] = "true" before '
+            "the first operation instead.",
         )
 
 
@@ -235,8 +243,10 @@ def _explaining_late_settings(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DevicesInitializedError(
-            f"{call} came after TensorFlow had started its devices. Their settings are final then, "
-            "so nothing was changed. The first tensor, tf.Variable, dataset, Keras object or "
-            "strategy starts them, and so does tf.config.list_logical_devices. Move this line up, "
-            "directly after the imports; in a notebook restart the kernel first."
+            f"{call} came after TensorFlow had started its devices. Their settings are final "
+            "then, so nothing was changed. The first tensor, tf.Variable, dataset, Keras object "
+            "or strategy starts them, and so does tf.config.list_logical_devices.",
+            "",
+            "Move this line up, directly after the imports; in a notebook restart the kernel "
+            "first.",
         ) from error

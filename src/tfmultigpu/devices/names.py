@@ -69,20 +69,24 @@ def resolve_devices(
 def _not_found(
     asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None
 ) -> DeviceNotFoundError:
-    text = (
-        f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
-        "for ever, or use the CPU without a message. "
-    )
-    text += f"Write {list(here)!r}, or some of these." if here else "Leave devices out."
-    text += f" No more GPUs: {no_gpu}." if no_gpu else ""
+    write = "Leave devices out."
+    if here:
+        write = f"Write {list(here)!r}, or some of these."
+    if no_gpu:
+        write += f" No more GPUs: {no_gpu}."
     alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
     if len(alike) == 1:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)
-        text += (
+        write += (
             " To try several replicas on one device, which is no faster, write as the first line "
             f'tmg.split_device("{alike[0]}", parts={parts}).'
         )
-    return DeviceNotFoundError(text)
+    return DeviceNotFoundError(
+        f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
+        "for ever, or use the CPU without a message.",
+        "",
+        write,
+    )
 
 
 def listed(names: Sequence[str]) -> str:

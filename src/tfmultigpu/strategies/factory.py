@@ -143,7 +143,7 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
     if not fallback:
         raise StrategyUnavailableError(
-            f"{what} Change that argument, or pass fallback=True to run {taken}."
+            what, "", f"Change that argument, or pass fallback=True to run {taken}."
         )
     warnings.warn(
         f"{what} Running {taken} instead. Pass fallback=False to get an error.",
@@ -158,13 +158,17 @@ def _join(cluster: Any, plan: StrategyPlan, timeout: float) -> Strategy:
     if process_state.cluster is not None:
         raise ClusterError(
             f"This process has joined a cluster already, as {process_state.cluster}, and "
-            "TensorFlow hangs a second time. Use the first strategy again."
+            "TensorFlow hangs a second time.",
+            "",
+            "Use the first strategy again.",
         )
-    too_late = (
-        "TensorFlow had started its devices before create_strategy, with the first tensor, "
-        "dataset, Keras object or strategy, and cannot join a cluster after that. Move "
-        "create_strategy up, directly after the imports"
-    )
-    problem = too_late if devices_started() else None
+    problem = None
+    if devices_started():
+        problem = ClusterError(
+            "TensorFlow had started its devices before create_strategy, with the first tensor, "
+            "dataset, Keras object or strategy, and cannot join a cluster after that.",
+            "",
+            "Move create_strategy up, directly after the imports.",
+        )
     strategy: Strategy = join(cluster, plan.devices, plan.communication, timeout, problem)
     return strategy

@@ -134,14 +134,16 @@ def _mark_of(strategy: Any, *arguments: Any) -> _Mark | None:
     fits = all(len(shards) == count and not isinstance(shards[0], kind) for shards in cut)
     if not fits or (whole is not None and count > 1):
         raise DataError(
-            "The batch was cut for another strategy, so rows would be lost, or be on every replica."
-            f" Received: the run of {describe(strategy)}, and a batch for another number of them. "
-            "Give both the same strategy: tmg.distribute_dataset(dataset, strategy)."
+            "The batch was cut for another strategy, so rows would be lost, or be on every "
+            "replica.",
+            f"the run of {describe(strategy)}, and a batch for another number of them",
+            "Give both the same strategy: tmg.distribute_dataset(dataset, strategy).",
         )
     if count < strategy.num_replicas_in_sync and any(hasattr(leaf, REDUCED) for leaf in leaves):
         raise TfMultiGpuError(
-            "An optimizer in strategy.run would add gradients over the workers once more. Received:"
-            " those of GradientAccumulator.reduce as its arguments. Write after strategy.run: "
-            "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
+            "An optimizer in strategy.run would add gradients over the workers once more.",
+            "those of GradientAccumulator.reduce as its arguments",
+            "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
+            "variables).",
         )
     return None if offsets is None and whole is None else _Mark(offsets, whole)

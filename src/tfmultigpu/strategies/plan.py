@@ -133,8 +133,10 @@ def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None
     kinds = {name.split(":")[0] for name in names}
     if len(kinds) > 1 or kinds == {"TPU"}:
         raise StrategyUnavailableError(
-            f"devices={list(names)!r} must be of one kind, GPUs or CPUs: every step would wait for "
-            "the slowest. A TPU is used whole: leave devices out and write prefer='tpu'."
+            f"devices={list(names)!r} must be of one kind, GPUs or CPUs: every step would wait "
+            "for the slowest.",
+            "",
+            "A TPU is used whole: leave devices out and write prefer='tpu'.",
         )
     return names
 
@@ -163,8 +165,10 @@ def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | s
         usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
         raise StrategyUnavailableError(
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source}: "
-            f"there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES before Python starts, and "
-            "leave devices out; or train alone: prefer='mirrored'."
+            f"there TensorFlow uses {usable}.",
+            "",
+            "Set CUDA_VISIBLE_DEVICES before Python starts, and leave devices out; or train "
+            "alone: prefer='mirrored'.",
         )
     each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"
     return _Offer(local, len(local) * count, f"this is {cluster}, {each}")
@@ -192,8 +196,9 @@ def _offer_one_device(facts: MachineInfo, prefer: str, names: _Names) -> _Offer:
     gpus = facts.of_kind("GPU")
     if names is not None and len(names) > 1:
         raise StrategyUnavailableError(
-            f"prefer='one_device' runs on one device, but devices names {listed(names)}. Name "
-            f"one, devices={[names[0]]!r}, or write prefer='mirrored'."
+            f"prefer='one_device' runs on one device, but devices names {listed(names)}.",
+            "",
+            f"Name one, devices={[names[0]]!r}, or write prefer='mirrored'.",
         )
     if names is not None:
         return _Offer(names, 1, f"devices names {names[0]}")

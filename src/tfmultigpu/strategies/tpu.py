@@ -68,6 +68,7 @@ def connect_tpu(tpu: Tpu) -> Any:
     except (ValueError, RuntimeError, tf.errors.OpError) as error:
         raise StrategyUnavailableError(
             f"TPU_NAME={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}. "
-            "Operations of this process may run on that machine now, so it does not fall back. "
-            "Correct TPU_NAME, or unset it, and start again."
+            "Operations of this process may run on that machine now, so it does not fall back.",
+            "",
+            "Correct TPU_NAME, or unset it, and start again.",
         ) from error

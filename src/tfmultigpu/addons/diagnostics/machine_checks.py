@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from tfmultigpu.addons.diagnostics.machine import Machine
 from tfmultigpu.addons.diagnostics.report import Finding, redact, shown_value
 from tfmultigpu.devices.names import listed
+from tfmultigpu.errors import TfMultiGpuError
 
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
 _FOLDERS = "import glob, nvidia; print(*glob.glob(nvidia.__path__[0] + '/*/lib'), sep=':')"
@@ -147,9 +148,9 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
     described += ["SLURM_NTASKS"] * (environ.get("SLURM_NTASKS", "1") != "1")
     change = f"Start every worker as the scheduler does, or train alone: unset {listed(described)}"
     problems, severity = [], "error"
-    if isinstance(plan, Exception):
-        said = str(plan).split(" Received:")[0]
-        problems = [f"create_strategy() would raise {type(plan).__name__}: {said}"]
+    if isinstance(plan, TfMultiGpuError):
+        raised = f"create_strategy() would raise {type(plan).__name__}"
+        problems = [f"{raised}: {plan.what} {plan.write}".rstrip()]
     elif plan is not None and plan.kind == "multi_worker" and machine.started:
         problems = ["A cluster is described, and TensorFlow started before it joined."]
         change = "tmg.create_strategy() directly after the imports"

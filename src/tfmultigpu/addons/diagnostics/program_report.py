@@ -122,7 +122,7 @@ def _outside(
     try:
         check_scope(variables, strategy, what)
     except ScopeError as error:
-        return str(error).splitlines()[0].rpartition(". ")[0] + "."
+        return f"{error.what} Received: {error.received}."
     return ""
 
 

@@ -73,11 +73,11 @@ def listen(cluster: Cluster) -> socket.socket:
         except OSError as error:
             # The name of a new pod may not resolve at once.
             if not isinstance(error, socket.gaierror) or time.monotonic() > end:
-                raise ClusterError(_cannot_listen(cluster, error)) from error
+                raise _cannot_listen(cluster, error) from error
             time.sleep(0.5)
 
 
-def _cannot_listen(cluster: Cluster, error: OSError) -> str:
+def _cannot_listen(cluster: Cluster, error: OSError) -> ClusterError:
     problem = {
         errno.EADDRINUSE: "is taken by another program, maybe a worker of an earlier run: "
         "`ss -ltnp` names it",
@@ -86,4 +86,4 @@ def _cannot_listen(cluster: Cluster, error: OSError) -> str:
     change = f"Correct the index of this worker, or the list, in {cluster.source} on every worker"
     if cluster.source == "Slurm":
         change = "Set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
-    return f"its address {cluster.address} {problem}. {change}."
+    return ClusterError(f"its address {cluster.address} {problem}.", "", f"{change}.")

@@ -37,13 +37,23 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | str:
     try:
         return _read_task(environ)
     except (KeyError, ValueError) as error:
-        what = str(error).removeprefix("Slurm: ")
-        what = f"{error.args[0]} is not set" if isinstance(error, KeyError) else what
-        received = {name: environ.get(name) for name in _READ}
+        what, received = _what_is_wrong(error, environ)
         raise ClusterError(
-            f"Slurm: {what}. Start the program with srun, which sets these variables, or unset "
-            f"SLURM_STEP_NUM_TASKS to train alone. Received: {received!s:.2000}"
+            what,
+            received,
+            "Start the program with srun, which sets these variables, or unset "
+            "SLURM_STEP_NUM_TASKS to train alone.",
         ) from error
+
+
+def _what_is_wrong(error: Exception, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns what is wrong with the variables, and their values."""
+    values = str({name: environ.get(name) for name in _READ})[:2000]
+    if isinstance(error, ClusterError):
+        return f"{error.what} {error.write}", f"{error.received}, of {values}"
+    if isinstance(error, KeyError):
+        return f"Slurm: {error.args[0]} is not set.", values
+    return f"Slurm: {error}.", values
 
 
 def _read_task(step: Mapping[str, str]) -> Cluster:

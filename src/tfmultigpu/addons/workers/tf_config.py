@@ -80,4 +80,4 @@ def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str
 
 
 def _wrong(what: str, value: object, cure: str = _EXAMPLE) -> ClusterError:
-    return ClusterError(f"TF_CONFIG: {what}. {cure}. Received: {value!r:.2000}")
+    return ClusterError(f"TF_CONFIG: {what}.", f"{value!r:.2000}", f"{cure}.")
