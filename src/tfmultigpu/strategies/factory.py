@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -19,6 +19,9 @@ from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
+
+if TYPE_CHECKING:
+    from tfmultigpu.addons.workers.scheduler import Scheduler
 
 _log = logging.getLogger("tfmultigpu")
 _distribute: Any = tf.distribute
@@ -116,6 +119,13 @@ def create_strategy(
         strategy = _distribute.OneDeviceStrategy(names[0])
     keep_offsets_of_runs(strategy)
     return strategy
+
+
+def known_schedulers() -> tuple[Scheduler, ...]:
+    """Returns what may describe a cluster to this process."""
+    from tfmultigpu.addons.workers.sources import SCHEDULERS
+
+    return SCHEDULERS
 
 
 def _look_around(

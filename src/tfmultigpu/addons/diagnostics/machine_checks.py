@@ -9,6 +9,7 @@ from tfmultigpu.addons.diagnostics.machine import Machine
 from tfmultigpu.addons.diagnostics.report import Finding, redact, shown_value
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.factory import known_schedulers
 
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
 _FOLDERS = "import glob, nvidia; print(*glob.glob(nvidia.__path__[0] + '/*/lib'), sep=':')"
@@ -144,8 +145,10 @@ def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
 
 def _cluster(machine: Machine) -> Iterator[Finding]:
     plan, environ = machine.plan, machine.environment
-    described = [name for name in ("TF_CONFIG", "TPU_NAME") if environ.get(name)]
-    described += ["SLURM_NTASKS"] * (environ.get("SLURM_NTASKS", "1") != "1")
+    named = [scheduler.described_by(environ) for scheduler in known_schedulers()]
+    if environ.get("TPU_NAME"):
+        named.append("TPU_NAME")
+    described = [name for name in named if name]
     change = f"Start every worker as the scheduler does, or train alone: unset {listed(described)}"
     problems, severity = [], "error"
     if isinstance(plan, TfMultiGpuError):

@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfmultigpu.strategies.factory import known_schedulers
+
 _SEVERITIES = ("error", "warning", "note")
-# These describe a cluster or a TPU: it is only said that they are set.
-_SECRET = ("COLAB_TPU_ADDR", "SLURM_STEP_NODELIST", "TF_CONFIG", "TPU_NAME")
-_RELEVANT = re.compile(r"(CUDA|KERAS|NCCL|NVIDIA_VISIBLE|TF|XLA)_\w+|LD_LIBRARY_PATH|SLURM_NTASKS")
+# These describe a TPU, as those of a scheduler a cluster: a report says only that they are set.
+_SECRET = ("COLAB_TPU_ADDR", "TPU_NAME")
+_RELEVANT = re.compile(r"(CUDA|KERAS|NCCL|NVIDIA_VISIBLE|TF|XLA)_\w+|LD_LIBRARY_PATH")
 _PLAIN = re.compile(r"[A-Za-z_]{0,24}[0-9]{0,6}|-?[0-9]{1,3}(, ?-?[0-9]{1,3})*")
 _HOST_PORT = r"(?<![\w.-])(?![CGT]PU:)(?:[\w-]+(?:\.[\w-]+)*|\[[0-9a-fA-F:.]+\]):\d{2,5}\b"
 _PATH = r"(?<![\w.:/])(?:/[\w.@+-]+){2,}"
@@ -88,17 +90,32 @@ def shown_value(value: str) -> str:
 
 def describe_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that matter, safe to publish."""
-    return {
-        name: shown_value("/" if name in _SECRET else value)
-        for name, value in sorted(environ.items())
-        if name in _SECRET or _RELEVANT.fullmatch(name)
-    }
+    secret = _secret()
+    shown = {name for scheduler in known_schedulers() for name in scheduler.shown}
+    described = {}
+    for name, value in sorted(environ.items()):
+        if name in secret:
+            described[name] = shown_value("/")
+        elif name in shown or _RELEVANT.fullmatch(name):
+            described[name] = shown_value(value)
+    return described
+
+
+def _secret() -> set[str]:
+    """Returns the variables that describe a cluster or a TPU."""
+    names = set(_SECRET)
+    for scheduler in known_schedulers():
+        names.update(scheduler.secret)
+    return names
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """Hides addresses, paths, and what describes a cluster or a TPU, in a message."""
-    values = [environ[name] for name in _SECRET if environ.get(name)]
-    secrets = {*values, *[listed for value in values for listed in _LISTED.findall(value)]}
+    secrets = set()
+    for name in _secret():
+        value = environ.get(name)
+        if value:
+            secrets.update([value, *_LISTED.findall(value)])
     secrets |= {secret.rpartition(":")[0] for secret in secrets if ":" in secret}
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", "<not shown>", text)

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
+from tfmultigpu.addons.workers.sources import port_advice
 from tfmultigpu.errors import ClusterError
 
 _RESOLVE_SECONDS = 10.0
@@ -78,12 +79,12 @@ def listen(cluster: Cluster) -> socket.socket:
 
 
 def _cannot_listen(cluster: Cluster, error: OSError) -> ClusterError:
-    problem = {
-        errno.EADDRINUSE: "is taken by another program, maybe a worker of an earlier run: "
-        "`ss -ltnp` names it",
-        errno.EADDRNOTAVAIL: "is not an address of this machine",
-    }.get(error.errno or 0, f"cannot be listened on: {error.strerror}")
-    change = f"Correct the index of this worker, or the list, in {cluster.source} on every worker"
-    if cluster.source == "Slurm":
-        change = "Set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
-    return ClusterError(f"its address {cluster.address} {problem}.", "", f"{change}.")
+    if error.errno == errno.EADDRINUSE:
+        problem = (
+            "is taken by another program, maybe a worker of an earlier run: `ss -ltnp` names it"
+        )
+    elif error.errno == errno.EADDRNOTAVAIL:
+        problem = "is not an address of this machine"
+    else:
+        problem = f"cannot be listened on: {error.strerror}"
+    return ClusterError(f"its address {cluster.address} {problem}.", "", port_advice(cluster))

@@ -21,10 +21,10 @@ from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.notes import note_joined
+from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
 
-_JOBS = ("TFMULTIGPU_JOB_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
 # All workers are here when TensorFlow starts, so these are long.
 _REGISTER_SECONDS = 30.0
 _JOIN_SECONDS = 60.0
@@ -42,7 +42,7 @@ def join(
     kind = devices[0].split(":")[0]
     card = {
         "the cluster": f"{list(cluster.workers)}",
-        "the job": next((os.environ[name] for name in _JOBS if name in os.environ), ""),
+        "the job": job_id(os.environ),
         "their devices": f"{len(devices)} {kind}",
         "communication": communication,
         "the version of tfmultigpu": __version__,

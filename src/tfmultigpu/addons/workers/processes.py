@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tfmultigpu.addons.workers.sources import VARIABLES
+from tfmultigpu.addons.workers.sources import without_cluster
 
 _POLL_SECONDS = 0.05
 _SIGNAL_GRACE = 30.0
@@ -81,7 +81,7 @@ def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG``."""
-    variables = {name: value for name, value in environ.items() if name not in VARIABLES}
+    variables = without_cluster(environ)
     if len(addresses) > 1:
         cluster, task = {"worker": [*addresses]}, {"type": "worker", "index": index}
         variables["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.addons.workers.scheduler import Scheduler
 from tfmultigpu.errors import ClusterError
 
 _READ = (
@@ -20,30 +21,50 @@ _FIRST_PORT, _LAST_PORT = 10240, 32767
 _PORTS_OF_A_STEP = 64
 
 
-def read_slurm(environ: Mapping[str, str]) -> Cluster | str:
-    """Reads the cluster from the ``SLURM_*`` variables of a task that ``srun`` started.
+class Slurm(Scheduler):
+    """Slurm: each task of a step that ``srun`` started is a worker.
 
-    Each task is a worker. Its port follows from the numbers of the job and of the step, so jobs
-    that share a node do not meet. ``TFMULTIGPU_PORT`` sets the first port of each node instead.
+    Its port follows from the numbers of the job and of the step, so jobs that share a node do not
+    meet. ``TFMULTIGPU_PORT`` sets the first port of each node instead.
     """
-    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environ.keys():
+
+    name = "Slurm"
+    variables = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    shown = ("SLURM_NTASKS",)
+    secret = ("SLURM_STEP_NODELIST",)
+    port_advice = "Set the first port with TFMULTIGPU_PORT, the same for all tasks of srun."
+
+    def described_by(self, environ: Mapping[str, str]) -> str:
+        """Returns the variable of the tasks of a job, which ``sbatch`` sets too."""
+        return "" if environ.get("SLURM_NTASKS", "1") == "1" else "SLURM_NTASKS"
+
+    def job_id(self, environ: Mapping[str, str]) -> str:
+        """Returns the number of the job, or of the whole heterogeneous job."""
+        return environ.get("SLURM_HET_JOB_ID", environ.get("SLURM_JOB_ID", ""))
+
+    def read(self, environ: Mapping[str, str]) -> Cluster | None:
+        """Reads the cluster from the variables of a task."""
+        is_task = all(name in environ for name in self.variables)
+        if not is_task or environ["SLURM_STEP_NUM_TASKS"] == "1":
+            return None
+        try:
+            return _read_task(environ)
+        except (KeyError, ValueError) as error:
+            what, received = _what_is_wrong(error, environ)
+            raise ClusterError(
+                what,
+                received,
+                "Start the program with srun, which sets these variables, or unset "
+                "SLURM_STEP_NUM_TASKS to train alone.",
+            ) from error
+
+    def why_not(self, environ: Mapping[str, str]) -> str:
+        """Returns that a job of several tasks was started without ``srun``."""
         tasks = environ.get("SLURM_NTASKS", "1")
         if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
             return ""
         found = f"the Slurm job has {tasks} tasks, but srun did not start this process"
         return f"{found}: srun python train.py"
-    if environ["SLURM_STEP_NUM_TASKS"] == "1":
-        return ""
-    try:
-        return _read_task(environ)
-    except (KeyError, ValueError) as error:
-        what, received = _what_is_wrong(error, environ)
-        raise ClusterError(
-            what,
-            received,
-            "Start the program with srun, which sets these variables, or unset "
-            "SLURM_STEP_NUM_TASKS to train alone.",
-        ) from error
 
 
 def _what_is_wrong(error: Exception, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.addons.workers.scheduler import Scheduler
 from tfmultigpu.errors import ClusterError
 
 _EXAMPLE = (
@@ -23,11 +24,34 @@ _KNOWN = (
 )
 
 
-def read_tf_config(environ: Mapping[str, str]) -> Cluster | str:
-    """Reads ``TF_CONFIG``, as written by hand, by Kubeflow, by Vertex AI or by Ray Train."""
-    text = environ.get("TF_CONFIG")
-    if text is None:
+class TfConfig(Scheduler):
+    """The scheduler that writes ``TF_CONFIG``: Kubeflow, Vertex AI, Ray Train, a person, ours."""
+
+    name = "TF_CONFIG"
+    variables = ("TF_CONFIG",)
+    shown = ()
+    secret = ("TF_CONFIG",)
+    port_advice = "Correct the index of this worker, or the list, in TF_CONFIG on every worker."
+
+    def described_by(self, environ: Mapping[str, str]) -> str:
+        """Returns ``TF_CONFIG`` if it is set."""
+        return "TF_CONFIG" if environ.get("TF_CONFIG") else ""
+
+    def job_id(self, environ: Mapping[str, str]) -> str:
+        """Returns the number that our launcher gives; others write none."""
+        return environ.get("TFMULTIGPU_JOB_ID", "")
+
+    def read(self, environ: Mapping[str, str]) -> Cluster | None:
+        """Reads the cluster."""
+        text = environ.get("TF_CONFIG")
+        return None if text is None else _read(text)
+
+    def why_not(self, environ: Mapping[str, str]) -> str:
+        """Returns that the variable is not set."""
         return "TF_CONFIG is not set"
+
+
+def _read(text: str) -> Cluster:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
