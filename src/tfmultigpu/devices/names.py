@@ -20,7 +20,9 @@ def parse_device_name(name: str) -> str:
     """Shortens a device name of TensorFlow to `"GPU:0"`, without job, replica and task."""
     if not isinstance(name, str):
         inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
-        short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{name}"
+        short = f"GPU:{name}"
+        if isinstance(inside, str):
+            short = parse_device_name(inside)
         raise TypeError(f'A device name is a string. Write "{short}". Received: name={name!r}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
@@ -41,11 +43,16 @@ def resolve_devices(
     if isinstance(asked, (int, Real)):
         count = check_count("devices", asked, other="a list of names")
         if count > len(here):
-            last = f"{here[0].split(':')[0] if here else 'GPU'}:{count - 1}"
+            kind = "GPU"
+            if here:
+                kind = here[0].split(":")[0]
+            last = f"{kind}:{count - 1}"
             raise _not_found(f"{count} devices, but only {len(here)} exist", [last], here, no_gpu)
         return here[:count]
-    asked = [asked] if isinstance(asked, str) else asked
-    asked = sorted(asked) if isinstance(asked, (set, frozenset)) else asked  # Sets have no order.
+    if isinstance(asked, str):
+        asked = [asked]
+    elif isinstance(asked, (set, frozenset)):
+        asked = sorted(asked)  # Sets have no order.
     names = tuple(map(parse_device_name, asked))
     if not names:
         raise ValueError(
@@ -61,8 +68,9 @@ def resolve_devices(
     missing = [name for name in names if name not in here]
     if missing:
         text = f"{listed(names)}, but not here: {listed(missing)}"
-        is_gpu = any(name.startswith("GPU:") for name in missing)
-        raise _not_found(text, missing, here, no_gpu if is_gpu else None)
+        if not any(name.startswith("GPU:") for name in missing):
+            no_gpu = None
+        raise _not_found(text, missing, here, no_gpu)
     return names
 
 
@@ -91,4 +99,4 @@ def _not_found(
 
 def listed(names: Sequence[str]) -> str:
     """Joins names for a message; `"none"` if there are none."""
-    return ", ".join(names) if names else "none"
+    return ", ".join(names) or "none"

@@ -21,6 +21,7 @@ from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
 if TYPE_CHECKING:
+    from tfmultigpu.addons.workers.cluster import Cluster
     from tfmultigpu.addons.workers.scheduler import Scheduler
 
 _log = logging.getLogger("tfmultigpu")
@@ -37,7 +38,7 @@ def plan_strategy(
     devices: int | str | Sequence[str] | None = None,
     communication: Communication = "auto",
     *,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
 ) -> StrategyPlan:
     """Returns what ``create_strategy`` would create with the same arguments, and why.
 
@@ -57,7 +58,7 @@ def create_strategy(
     fallback: bool = True,
     startup_timeout: float = 60.0,
     *,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
 ) -> Strategy:
     """Creates the strategy for the devices of this machine.
 
@@ -129,7 +130,7 @@ def known_schedulers() -> tuple[Scheduler, ...]:
 
 
 def _look_around(
-    prefer: str, devices: int | str | Sequence[str] | None, cluster: Any
+    prefer: str, devices: int | str | Sequence[str] | None, cluster: Cluster | None
 ) -> MachineInfo:
     # The add-on is asked for by whoever may train on several workers.
     from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
@@ -162,9 +163,10 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     )
 
 
-def _join(cluster: Any, plan: StrategyPlan, timeout: float) -> Strategy:
+def _join(cluster: Cluster | None, plan: StrategyPlan, timeout: float) -> Strategy:
     from tfmultigpu.addons.workers.joining import join
 
+    assert cluster is not None, "the plan has found one"
     if process_state.cluster is not None:
         raise ClusterError(
             f"This process has joined a cluster already, as {process_state.cluster}, and "

@@ -18,6 +18,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
+from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable
 
 _LEGACY = "tf_keras"
 
@@ -68,7 +69,7 @@ def _is_legacy(value: object) -> bool:
     return any(str(home).partition(".")[0] == _LEGACY for home in homes)
 
 
-def check_kinds(model: Any, strategy: Any, *optimizers: Any) -> None:
+def check_kinds(model: KerasModel, strategy: object, *optimizers: KerasOptimizer) -> None:
     """Checks that the model, the strategy and the optimizers of a step have the right types."""
     import keras
 
@@ -95,13 +96,13 @@ def _check_strategy(strategy: object) -> None:
         )
 
 
-def _check(name: str, value: Any, kind: Any, what: str, line: str) -> None:
+def _check(name: str, value: object, kind: type, what: str, line: str) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {what}. Received: {value!r}. Write {name} = {line}.")
 
 
 def current_strategy(
-    strategy: tf.distribute.Strategy | None, function: str, model: Any = None
+    strategy: tf.distribute.Strategy | None, function: str, model: KerasModel = None
 ) -> tf.distribute.Strategy:
     """Returns the strategy given to a function; where None, ``tf.distribute.get_strategy()``."""
     if strategy is not None:
@@ -150,12 +151,14 @@ def _line_for(function: str, scope: str) -> str:
     )
 
 
-def all_layers(model: Any) -> list[Any]:
+def all_layers(model: KerasModel) -> list[KerasLayer]:
     """Returns the model, which may be a weak reference to it, and every layer inside it."""
     return [model, *_compat.layers_inside(model)]
 
 
-def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> None:
+def check_scope(
+    variables: Sequence[KerasVariable], strategy: tf.distribute.Strategy, what: str
+) -> None:
     """Checks that variables were created in the scope of a strategy."""
     for variable in variables:
         inner = tf_variable(variable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,14 +71,22 @@ class Report:
 
     def __str__(self) -> str:
         """Formats a line that counts and names the findings, then each finding, then the facts."""
-        counts = [(sum(f.severity == kind for f in self.findings), kind) for kind in _SEVERITIES]
-        parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
-        serious = [f.code for f in self.findings if f.severity != "note"] or self.codes
-        lines = [f"{self.title}: {', '.join(parts)} ({', '.join(dict.fromkeys(serious))})"]
+        counts = Counter(finding.severity for finding in self.findings)
+        parts = []
+        for severity in _SEVERITIES:
+            if counts[severity] == 1:
+                parts.append(f"1 {severity}")
+            elif counts[severity]:
+                parts.append(f"{counts[severity]} {severity}s")
+        serious = [finding.code for finding in self.findings if finding.severity != "note"]
+        codes = dict.fromkeys(serious or self.codes)
+        lines = [f"{self.title}: {', '.join(parts)} ({', '.join(codes)})"]
         lines += map(str, self.findings)
         for section, facts in self.facts.items():
             width = max(map(len, facts), default=0)
-            lines += ["", section, *[f"  {name:<{width}}  {facts[name]}" for name in facts]]
+            lines += ["", section]
+            for name, fact in facts.items():
+                lines.append(f"  {name:<{width}}  {fact}")
         return "\n".join(lines)
 
     __repr__ = __str__  # A notebook shows the text.
@@ -85,13 +94,17 @@ class Report:
 
 def shown_value(value: str) -> str:
     """Returns a value in quotes if it is a word or a list of numbers; hides any other."""
-    return repr(value) if _PLAIN.fullmatch(value) else "set (not shown)"
+    if _PLAIN.fullmatch(value):
+        return repr(value)
+    return "set (not shown)"
 
 
 def describe_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that matter, safe to publish."""
     secret = _secret()
-    shown = {name for scheduler in known_schedulers() for name in scheduler.shown}
+    shown: set[str] = set()
+    for scheduler in known_schedulers():
+        shown.update(scheduler.shown)
     described = {}
     for name, value in sorted(environ.items()):
         if name in secret:
@@ -116,7 +129,9 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
         value = environ.get(name)
         if value:
             secrets.update([value, *_LISTED.findall(value)])
-    secrets |= {secret.rpartition(":")[0] for secret in secrets if ":" in secret}
+    for secret in list(secrets):
+        if ":" in secret:
+            secrets.add(secret.rpartition(":")[0])
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", "<not shown>", text)
     return re.sub(f"{_HOST_PORT}|{_PATH}", "<not shown>", text)

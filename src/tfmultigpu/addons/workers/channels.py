@@ -9,12 +9,13 @@ import socket
 import struct
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
 from tfmultigpu.addons.workers.sources import port_advice
 from tfmultigpu.errors import ClusterError
 
+Message: TypeAlias = dict[str, Any]  # What JSON holds.
 _RESOLVE_SECONDS = 10.0
 _MESSAGE_SECONDS = 2
 _LONGEST_MESSAGE = 1 << 20
@@ -38,13 +39,13 @@ def connect(address: str) -> Connection:
     return as_channel(opened)
 
 
-def send(channel: Connection, message: dict[str, Any]) -> None:
+def send(channel: Connection, message: Message) -> None:
     """Sends a message, unless the other end is gone or does not read."""
     with contextlib.suppress(OSError):
         channel.send_bytes(json.dumps(message).encode())
 
 
-def receive(channel: Connection, seconds: float | None) -> dict[str, Any]:
+def receive(channel: Connection, seconds: float | None) -> Message:
     """Returns the next message; raises ``ValueError`` if it is not one, else ``OSError``."""
     if not channel.poll(seconds):
         raise TimeoutError("it does not answer")

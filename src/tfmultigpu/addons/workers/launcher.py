@@ -131,23 +131,32 @@ class _Run:
         """Says how the workers ended; returns the exit code."""
         if outcome.signal is not None:
             name = signal.Signals(outcome.signal).name
-            stopped = [str(i) for i, code in enumerate(outcome.codes) if code is None]
-            more = f"; stopped 30 s later: worker {', '.join(stopped)}" if stopped else ""
+            stopped = _workers_with(None, outcome)
+            more = ""
+            if stopped:
+                more = f"; stopped 30 s later: worker {', '.join(stopped)}"
             _say(f"Interrupted: {name} was passed on to all workers{more}.")
-            return 128 + outcome.signal if stopped or outcome.failed else 0
+            if stopped or outcome.failed:
+                return 128 + outcome.signal
+            return 0
         if outcome.failed:
             # One that has lost another is not the first, whichever ended sooner.
-            causes = [i for i in outcome.failed if not has_lost_another(joined, i)]
-            first = [*causes, *outcome.failed][0]
+            first = outcome.failed[0]
+            for worker in outcome.failed:
+                if not has_lost_another(joined, worker):
+                    first = worker
+                    break
             code = outcome.codes[first] or 1
             end = "".join(f"\n  {line}" for line in self._last[first])
-            done = [str(i) for i, other in enumerate(outcome.codes) if other == 0]
+            done = _workers_with(0, outcome)
             others = "all others were stopped"
             if done:
                 others = f"worker {', '.join(done)} had nothing left to do and ended with code 0"
             how = f"{how_it_ended(code)}, the first to fail; {others}"
             _say(f"Worker {first} of {self._workers} {how}. Its output ends with:{end}")
-            return code if code > 0 else 128 - code
+            if code < 0:  # A signal, as a shell says it.
+                return 128 - code
+            return code
         is_joined = self._served or joined.exists()
         if not is_joined:
             _say(
@@ -157,6 +166,11 @@ class _Run:
                 "--workers 1."
             )
         return int(not is_joined)
+
+
+def _workers_with(code: int | None, outcome: Outcome) -> list[str]:
+    """Returns the workers that ended with an exit code; with None those that were stopped."""
+    return [str(worker) for worker, other in enumerate(outcome.codes) if other == code]
 
 
 def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
@@ -176,17 +190,26 @@ def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
             f"Write --workers {len(gpus)}; or set CUDA_VISIBLE_DEVICES=-1, and all train on the "
             "CPU.",
         )
-    parts = [gpus[i * share : (i + 1) * share] for i in range(workers)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {} for part in parts]
+    environments = []
+    for worker in range(workers):
+        part = gpus[worker * share : (worker + 1) * share]
+        environment = {}
+        if part:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(part)
+        environments.append(environment)
+    return environments
 
 
 @contextlib.contextmanager
 def _signals_in_a_queue() -> Iterator[queue.SimpleQueue[int]]:
     """Collects signals to pass on, in the main thread only."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    names = _PASSED_ON if threading.current_thread() is threading.main_thread() else ()
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {n: signal.signal(n, lambda received, _: signals.put(received)) for n in numbers}
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in _PASSED_ON:
+            number = getattr(signal, name, None)
+            if number is not None:
+                before[number] = signal.signal(number, lambda received, _: signals.put(received))
     try:
         yield signals
     finally:

@@ -115,7 +115,11 @@ class JoinedWorkers:
         # One that is frozen keeps its connections, and others may have ended because of it.
         causes = {i: end for i, end in ended.items() if not end.lost_another}
         lines = text.splitlines() or [type(error).__name__]
-        said = next((line for line in lines if _GONE.search(line)), lines[-1])
+        said = lines[-1]
+        for line in lines:
+            if _GONE.search(line):
+                said = line
+                break
         return self._lost(causes or self._silent(text) or ended, said.strip())
 
     def _silent(self, text: str) -> dict[int, End]:

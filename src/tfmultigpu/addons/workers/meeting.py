@@ -13,9 +13,8 @@ import socket
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
-from tfmultigpu.addons.workers.channels import as_channel, connect, listen, receive, send
+from tfmultigpu.addons.workers.channels import Message, as_channel, connect, listen, receive, send
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
@@ -134,7 +133,7 @@ def _fields(problem: ClusterError | None) -> list[str] | None:
     return [problem.what, problem.received, problem.write]
 
 
-def _problem_of(caller: Mapping[str, Any], card: Mapping[str, str]) -> ClusterError | None:
+def _problem_of(caller: Message, card: Mapping[str, str]) -> ClusterError | None:
     """Returns what is wrong with a worker that calls: its card, or what it says itself."""
     for name, first in card.items():
         other = caller["card"].get(name)
@@ -147,4 +146,6 @@ def _problem_of(caller: Mapping[str, Any], card: Mapping[str, str]) -> ClusterEr
                 "differs.",
             )
     fields = caller["problem"]
-    return None if fields is None else ClusterError(*fields)
+    if fields is None:
+        return None
+    return ClusterError(*fields)

@@ -100,8 +100,10 @@ def how_it_ended(code: int) -> str:
     """Returns an exit code in words."""
     if code >= 0:
         return f"ended with code {code}"
-    known = -code in [int(number) for number in signal.Signals]
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # A number without a name.
+        return f"was ended by signal {-code}"
 
 
 @contextlib.contextmanager

@@ -81,14 +81,18 @@ def _read_task(step: Mapping[str, str]) -> Cluster:
     from tfmultigpu.addons.workers._private import expand_slurm  # The launcher needs no TensorFlow.
 
     hosts, tasks = expand_slurm(step["SLURM_STEP_NODELIST"], step["SLURM_STEP_TASKS_PER_NODE"])
-    node_of_task = [node for node, count in enumerate(tasks) for _ in range(count)]
+    node_of_task: list[int] = []
+    for node, tasks_there in enumerate(tasks):
+        node_of_task += [node] * tasks_there
     count, index = int(step["SLURM_STEP_NUM_TASKS"]), int(step["SLURM_PROCID"])
     if len(hosts) != len(tasks) or len(node_of_task) != count:
         here = f"{len(node_of_task)} tasks on {len(tasks)} nodes"
         raise ValueError(f"there are {count} tasks on {len(hosts)} nodes, and not {here}")
     first = _first_port(step, max(tasks))
-    ports = [first + node_of_task[:task].count(node) for task, node in enumerate(node_of_task)]
-    workers = [f"{hosts[n]}:{port}" for n, port in zip(node_of_task, ports, strict=True)]
+    workers = []
+    for task, node in enumerate(node_of_task):
+        port = first + node_of_task[:task].count(node)  # Tasks of one node take ports in a row.
+        workers.append(f"{hosts[node]}:{port}")
     cluster = Cluster(workers, index, source="Slurm")
     node = node_of_task[index]
     if int(step.get("SLURM_NODEID", node)) != node:
@@ -105,6 +109,8 @@ def _first_port(step: Mapping[str, str], count: int) -> int:
     size = max(count, _PORTS_OF_A_STEP)
     slots = (_LAST_PORT + 1 - _FIRST_PORT) // size
     number = step.get("SLURM_STEP_ID", "0")
-    # Another step of the same job lands far from the jobs that follow.
-    slot = int(step["SLURM_JOB_ID"]) + 97 * (int(number) if number.isdecimal() else 0)
+    slot = int(step["SLURM_JOB_ID"])
+    if number.isdecimal():
+        # Another step of the same job lands far from the jobs that follow.
+        slot += 97 * int(number)
     return _FIRST_PORT + slot % slots * size

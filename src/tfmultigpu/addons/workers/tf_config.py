@@ -44,7 +44,9 @@ class TfConfig(Scheduler):
     def read(self, environ: Mapping[str, str]) -> Cluster | None:
         """Reads the cluster."""
         text = environ.get("TF_CONFIG")
-        return None if text is None else _read(text)
+        if text is None:
+            return None
+        return _read(text)
 
     def why_not(self, environ: Mapping[str, str]) -> str:
         """Returns that the variable is not set."""
@@ -76,7 +78,7 @@ def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the addresses by task type; ``master`` is read as ``chief``."""
     jobs: dict[str, list[str]] = {}
     for key, addresses in cluster.items():
-        job = "chief" if key == "master" else key
+        job = _job_of(key)
         if job not in ("chief", "worker", "evaluator"):
             raise _wrong('"cluster" has an unknown task type', key, _KNOWN)
         if not isinstance(addresses, list):
@@ -88,9 +90,15 @@ def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     return jobs
 
 
+def _job_of(kind: Any) -> Any:
+    """Returns a task type as TensorFlow calls it today."""
+    if kind == "master":
+        return "chief"
+    return kind
+
+
 def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
-    job, index = (task.get(key) for key in ("type", "index"))
-    job = "chief" if job == "master" else job
+    job, index = _job_of(task.get("type")), task.get("index")
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
     if job != "evaluator" and job not in list(jobs):
         raise _wrong("task.type is not in the cluster", job, f"It has {[*jobs]}. {_KNOWN}")
