@@ -43,7 +43,7 @@ LAYERS = (
     "demo",
     "__main__",
 )
-ALONE = ("errors", "arguments", "types", "_compat", "_patch", "_version")
+ALONE = ("errors", "types", "_compat", "_patch", "_version")
 # The core imports an add-on here alone, inside a function: only when it is asked for.
 DOORS = {
     "steps.make -> addons.verification.__init__",

@@ -7,6 +7,8 @@ import numbers
 import operator
 from typing import Any
 
+from tfmultigpu.errors import TfMultiGpuError
+
 
 def check_count(
     name: str,
@@ -17,19 +19,31 @@ def check_count(
     error: type[Exception] | None = None,
 ) -> int:
     """Returns an argument that is a whole number of any kind, also 3.0 or a tensor."""
-    allowed = f"a whole number, at least {least}" + ("" if other is None else f", or {other}")
-    wrong = f"{name} must be {allowed}. Received: {name}={value!r}."
-    try:
-        number = operator.index(value)
-    except TypeError:
-        if not isinstance(value, numbers.Real) or not float(value).is_integer():
-            raise (error or TypeError)(wrong) from None
-        number = int(float(value))
+    number = _whole_number(value)
+    if number is not None and number >= least:
+        return number
+
+    allowed = f"a whole number, at least {least}"
+    if other is not None:
+        allowed += f", or {other}"
+    if error is None:
+        error = TypeError if number is None else ValueError
+    what = f"{name} must be {allowed}."
+    received = f"{name}={value!r}"
+    if issubclass(error, TfMultiGpuError):
+        raise error(what, received)
+    raise error(str(TfMultiGpuError(what, received)))
+
+
+def _whole_number(value: Any) -> int | None:
     if isinstance(value, bool):
-        raise (error or TypeError)(wrong)
-    if number < least:
-        raise (error or ValueError)(wrong)
-    return number
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        if isinstance(value, numbers.Real) and float(value).is_integer():
+            return int(float(value))
+    return None
 
 
 def check_positive(name: str, value: Any, write: str) -> float:

@@ -1,8 +1,9 @@
 """Errors and warnings of the library, by name.
 
-Every message says what happened, with the values received, why it matters, and the line to write.
-Wrong arguments raise Python's own ``TypeError`` or ``ValueError``, and a missing optional package
-its ``ImportError``.
+An error has three fields, which its text joins: ``what`` happened and why it matters, the values
+``received``, and what to ``write``. Nothing has to read a text to learn one of them. Wrong
+arguments raise Python's own ``TypeError`` or ``ValueError``, and a missing optional package its
+``ImportError``; warnings and those have one text of the same form.
 
 Importing this module does not import TensorFlow: the launcher starts without it.
 """
@@ -13,11 +14,42 @@ from typing import TYPE_CHECKING
 
 
 class TfMultiGpuError(Exception):
-    """Base class of every error of the library, and the error itself if no other fits."""
+    """Base class of every error of the library, and the error itself if no other fits.
 
-    if not TYPE_CHECKING:
+    Its arguments are its fields, by position: ``TfMultiGpuError(what, received, write)``. An error
+    that left a ``tf.function`` has its whole text in ``what``: AutoGraph makes it anew from that.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, what: str, received: str = "", write: str = "", /) -> None: ...
+
+    else:
         # AutoGraph keeps the type of an error from inside a tf.function only with this one.
         __init__ = Exception.__init__
+
+    @property
+    def what(self) -> str:
+        """What happened, and why it matters: one or more sentences."""
+        return self._field(0)
+
+    @property
+    def received(self) -> str:
+        """The values received, without a period at the end; may be empty."""
+        return self._field(1)
+
+    @property
+    def write(self) -> str:
+        """The line to write instead; may be empty."""
+        return self._field(2)
+
+    def __str__(self) -> str:
+        """Joins the fields, and leaves out those that are empty."""
+        received = f"Received: {self.received}." if self.received else ""
+        return " ".join(part for part in (self.what, received, self.write) if part)
+
+    def _field(self, place: int) -> str:
+        return str(self.args[place]) if place < len(self.args) else ""
 
 
 class DeviceNotFoundError(TfMultiGpuError, ValueError):

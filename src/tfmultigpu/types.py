@@ -20,6 +20,7 @@ KerasModel: TypeAlias = Any
 KerasOptimizer: TypeAlias = Any
 KerasVariable: TypeAlias = Any
 KerasLayer: TypeAlias = Any
+PhysicalDevice: TypeAlias = Any  # Of ``tf.config``.
 Scalar: TypeAlias = Any  # A tensor of shape (), or a number.
 Shard: TypeAlias = Any  # The rows of a replica, or a batch: a nested structure of tensors.
 BatchSpec: TypeAlias = Any  # The type specs of a batch, in its structure.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from lines.messages import VALUE, Message, matching, messages, registered
+from lines.messages import VALUE, Message, made, matching, messages, own_errors, registered
 from lines.without_line import WITHOUT
 
 
@@ -40,6 +41,24 @@ def test_each_example_ends_with_the_line() -> None:
         and "told()" in ast.unparse(node.body[-1].items[0])
     ]  # fmt: skip
     assert not bare
+
+
+# Fails if an error does not say what happened in whole sentences, ends the values received with a
+# period, which its text adds, or has them in the field of what happened.
+def test_each_error_has_the_form_of_its_fields() -> None:
+    own = {name for name in own_errors() if re.fullmatch("[A-Z].*Error", name)} | {"GraphMessage"}
+    errors = [place for place in made() if place.kind in own]
+    wrong = []
+    for error in errors:
+        whats, *rest = error.fields
+        sentences = all(what.endswith((".", VALUE)) for what in whats)
+        apart = not any("Received:" in what for what in whats)
+        values = rest[0] if rest else ()
+        bare = not any(value.endswith((".", " ")) for value in values)
+        if not (sentences and apart and bare):
+            wrong.append(error)
+    assert len(errors) > 170
+    assert not wrong
 
 
 # Fails if messages are not read from the source: what an f-string, a sum, a variable says.

@@ -9,14 +9,16 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tfmultigpu"
 HERE = Path(__file__).parent
+CLASSES = ("error",)  # Variables that hold the class of an error.
 VALUE = "\0"  # Stands for what a message fills in.
 # Where a text is returned, and warned of by the caller.
 RETURNED = {("addons/verification/compare.py", "The result depends on how the batch was cut")}
@@ -58,9 +60,37 @@ def own_errors() -> frozenset[str]:
     return frozenset(names)
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A place that makes an error or a warning.
+
+    Attributes:
+        file: The file in the package.
+        line: The line of the call.
+        kind: The name of the class, of ``warn``, or of the function that is called.
+        fields: What each argument may be: one for a text, else what, received and write.
+    """
+
+    file: str
+    line: int
+    kind: str
+    fields: tuple[tuple[str, ...], ...]
+
+
 @functools.cache
 def messages() -> tuple[Message, ...]:
     """Returns each message of the package."""
+    found = []
+    for place in made():
+        for text in _joined(place.fields):
+            if re.search(r"[a-z]{3}", text):
+                found.append(Message(place.file, place.line, text))
+    return tuple(dict.fromkeys(found))
+
+
+@functools.cache
+def made() -> tuple[Made, ...]:
+    """Returns each place of the package that makes an error or a warning."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -68,35 +98,51 @@ def messages() -> tuple[Message, ...]:
         outer = _strings(tree.body)
         scopes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
         for node in ast.walk(tree):
-            given = _argument(node)
+            kind, given = _arguments(node)
             if isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr):
                 starts = [start for of, start in RETURNED if of == file]
                 if any(_texts(node.value, {})[0].startswith(start) for start in starts):
-                    given = node.value
-            if given is None:
+                    given = [node.value]
+            if not given:
                 continue
             around = [scope for scope in scopes if scope.lineno <= node.lineno <= scope.end_lineno]
             names = dict(outer)
             for scope in around:
                 names |= _strings(list(ast.walk(scope)))
-            for text in _texts(given, names):
-                if re.search(r"[a-z]{3}", text):
-                    found.append(Message(file, node.lineno, text))
-    return tuple(dict.fromkeys(found))
+            fields = [tuple(_texts(field, names)) for field in given]
+            for place, texts in enumerate(fields[1:], 1):
+                if len(texts) > 1:  # One of several values, or of several lines to write.
+                    fields[place] = (VALUE,)
+            found.append(Made(file, node.lineno, kind, tuple(fields)))
+    return tuple(found)
 
 
-def _argument(node: ast.AST) -> ast.expr | None:
-    """Returns the text of a message, if a node makes one."""
+def _arguments(node: ast.AST) -> tuple[str, list[ast.expr]]:
+    """Returns the kind and the text of a message, or its fields: what, received, write."""
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
         name = _name(node.exc)
-        # A function that makes the error of its first argument.
+        # A function that makes the error of its first argument, or a class by another name.
         if name not in own_errors() | BUILTIN:
-            return node.exc.args[0]
+            return name, node.exc.args if name in CLASSES else node.exc.args[:1]
     if isinstance(node, ast.Call) and node.args:
         name = _name(node)
-        if name in own_errors() | BUILTIN or name == "warn":
-            return node.args[0]
-    return None
+        if name in own_errors() | {"GraphMessage"}:
+            return name, node.args
+        if name in BUILTIN or name == "warn":
+            return name, node.args[:1]
+    return "", []
+
+
+def _joined(fields: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Returns the texts of an error, of the texts that each of its fields may be."""
+    if len(fields) == 1:
+        return fields[0]
+    texts = []
+    for what, received, *rest in itertools.product(*fields):
+        values = received.replace("{}", VALUE)  # Of a GraphMessage.
+        said = f"Received: {values}." if values else ""
+        texts.append(" ".join(part for part in (what, said, *rest) if part))
+    return texts
 
 
 def _name(call: ast.Call) -> str:

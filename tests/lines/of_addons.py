@@ -493,7 +493,7 @@ def two_chiefs(told: Told) -> None:
     planned(config_of({"chief": WORKERS[:1], "worker": WORKERS[1:]}))
 
 
-@example("TF_CONFIG: {}. {}. Received: {}")
+@example("TF_CONFIG: {}. Received: {}. {}.")
 def any_wrong_config(told: Told) -> None:
     wrong_configs(told, "[]")
     right_config()
@@ -513,7 +513,7 @@ def an_index_as_text(told: Told) -> None:
     tmg.workers.Cluster(workers=["host1:2222", "host2:2222"], index=0)
 
 
-@example("{}: {}. {}. Received: {}")
+@example("{}: {}. Received: {}. {}.")
 def any_wrong_cluster(told: Told) -> None:
     with told():
         tmg.workers.Cluster([], 0)
@@ -562,7 +562,7 @@ def slurm_that_deals_tasks(told: Told) -> None:
     assert planned(**SLURM).kind == "multi_worker"  # As srun --distribution=block sets it.
 
 
-@example("Slurm: {}. Start the program with srun")
+@example("{} Received: {}. Start the program with srun")
 def slurm_without_variables(told: Told) -> None:
     partly = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     with told():

@@ -70,6 +70,19 @@ def no_rows(told: Told) -> None:
         made(batch)
 
 
+@example("The tensors of a batch differ in their number of rows")
+def labels_of_other_rows(told: Told) -> None:
+    with told():
+        read(distribute(batches().map(lambda x, y: (x, y[:3]))))
+    read(distribute(single_examples().batch(4)))
+    # Two rows of another kind for each example.
+    pairs = batches(X, np.ones((8, 2, 3), "float32")).map(lambda x, u: (x, tf.reshape(u, [-1, 3])))
+    with told():
+        read(distribute(pairs))
+    rows = pairs.map(lambda x, u: (x, tf.reshape(u, [tf.shape(x)[0], 2, 3])))
+    read(distribute(rows))
+
+
 @example("class_weight must be a dict from class number to weight")
 def class_weights_by_name(told: Told) -> None:
     model = classifier()

@@ -222,6 +222,65 @@ def gathered_ragged(told: Told) -> None:
     gathered(lambda value: value.to_tensor(shape=[None, 2]))
 
 
+@example("gather_rows adds the rows of all replicas, so they need one shape")
+def gathered_at_other_widths(told: Told) -> None:
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0, 5.0, 6.0], [7.0]])
+
+    def gathered(convert: Any) -> None:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            outputs, rows = model(batch[0]), tmg.gather_rows(convert(batch[1]))
+            return tmg.LossSum(tf.reduce_sum(outputs) * tf.reduce_sum(rows), 4.0)
+
+        step(loss=None, forward=forward)((X[:4], ragged))
+
+    with told():
+        gathered(lambda value: value.to_tensor())
+    gathered(lambda value: value.to_tensor(shape=[None, 100]))
+
+
+@example(
+    "gather_rows takes one row per example of this replica, and this tensor has another number"
+)
+def gathered_views(told: Told) -> None:
+    def gathered(views: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            outputs = model(batch[0])
+            first, second = tf.split(tmg.gather_rows(views(outputs, -outputs)), 2)
+            return tmg.LossSum(tf.reduce_sum(first - second), 8.0)
+
+        by_forward(forward)
+
+    with told():
+        gathered(lambda first, second: tf.concat([first, second], 0))
+    gathered(lambda first, second: tf.stack([first, second], 1))  # An axis of their own.
+
+    def by_parts(model: Any, batch: Any, training: bool) -> Any:
+        outputs = model(batch[0])
+        first, second = tmg.gather_rows((outputs, -outputs))
+        return tmg.LossSum(tf.reduce_sum(first - second), 8.0)
+
+    by_forward(by_parts)
+
+
+def twice(inputs: Any) -> Any:
+    """Makes two rows of each, of which the static shape does not tell."""
+    return tf.ensure_shape(tf.tile(inputs, [2, 1]), [None, 4])
+
+
+@example("The loss did not return one value per row")
+def two_losses_of_each_row(told: Told) -> None:
+    def trained(loss: Any) -> None:
+        model = made(
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Lambda(twice), dense()])
+        )
+        step(model, loss)((X[:1], Y[:1]))
+
+    with told():
+        trained("mse")
+    loss = keras.losses.MeanSquaredError()
+    trained(lambda y_true, y_pred: loss(y_true, y_pred) + tf.zeros_like(y_pred[:, 0]))
+
+
 @example("XLA cannot compile what needs the other replicas")
 def gathered_by_xla(told: Told) -> None:
     with told():
@@ -421,15 +480,21 @@ def two_arguments(told: Told) -> None:
     trained((X, Y))
 
 
-@example("{} Received: {}. Write iterator = iter(tmg.distribute_dataset(dataset, strategy))")
-def run_of_a_dataset(told: Told) -> None:
-    trained, strategy = step(), strategy_of(2)
-    theirs = strategy.experimental_distribute_dataset(batches())
-    for wrong in (batches(), iter(theirs)):
-        with told():
-            trained.run(wrong, 2)
-    iterator = iter(tmg.distribute_dataset(batches(), strategy))
+def runs(trained: Any, wrong: Any, told: Told) -> None:
+    with told():
+        trained.run(wrong, 2)
+    iterator = iter(tmg.distribute_dataset(batches(), strategy_of(2)))
     assert int(trained.run(iterator, 2)["steps"]) == 2
+
+
+@example("step.run takes an iterator, which remembers where it is")
+def run_of_a_dataset(told: Told) -> None:
+    runs(step(), batches(), told)
+
+
+@example("step.run reads the batches of tmg.distribute_dataset, and this iterator is TensorFlow's")
+def run_of_an_iterator_of_tensorflow(told: Told) -> None:
+    runs(step(), iter(strategy_of(2).experimental_distribute_dataset(batches())), told)
 
 
 @example("Received: data for {}; a step for {}")

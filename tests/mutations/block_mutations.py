@@ -96,14 +96,14 @@ BLOCKS = (
     ),
     broken(
         "listing starts the devices",
-        "    config: Any = tf.config\n    details = {",
-        "    config: Any = tf.config\n    config.list_logical_devices()\n    details = {",
+        "    details: dict[str, Mapping[str, Any]] = {}\n",
+        "    details: dict[str, Mapping[str, Any]] = {}\n    _config.list_logical_devices()\n",
         "test_devices.py::test_settings_before_and_after_tensorflow_started",
     ),
     broken(
         "a split that comes too late is passed over",
-        "            config.set_logical_device_configuration(physical, setting)",
-        "            import contextlib\n\n            with contextlib.suppress(RuntimeError):\n                config.set_logical_device_configuration(physical, setting)",
+        "            _config.set_logical_device_configuration(physical, setting)",
+        "            import contextlib\n\n            with contextlib.suppress(RuntimeError):\n                _config.set_logical_device_configuration(physical, setting)",
         "test_devices.py::test_settings_before_and_after_tensorflow_started",
     ),
     broken(

@@ -53,7 +53,7 @@ FILES = (
     ),
     broken(
         "a worker that has ended without an error is a reason to start all again",
-        "if ended and all(how == FINISHED for how in ended.values()):",
+        "if ended and all(end == FINISHED for end in ended.values()):",
         "if False:",
         f"{FILE}::test_a_last_call_of_one_worker_is_not_to_be_started_again",
     ),

@@ -100,7 +100,7 @@ FOREIGN = (
     ),
     broken(
         "a list of arrays is told to be (x, y)",
-        '" A list is several inputs, as in Keras." if isinstance(x, tuple) else ""',
+        '"A list is several inputs, as in Keras. " if isinstance(x, tuple) else ""',
         '""',
         "test_foreign_objects.py::test_the_line_of_the_message_is_right",
     ),

@@ -16,7 +16,7 @@ import pytest
 
 from tfmultigpu.addons.workers.channels import connect, listen
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
-from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, Ends
+from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, End, Ends
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.processes import free_addresses
 from tfmultigpu.errors import ClusterError
@@ -27,7 +27,7 @@ Result = dict[int, Connection] | str
 def hold(
     clusters: Sequence[Cluster],
     cards: Sequence[dict[str, str]] = (),
-    problems: Sequence[str | None] = (),
+    problems: Sequence[ClusterError | None] = (),
     late: float = 0.0,
     timeout: float = 20.0,
 ) -> list[Result]:
@@ -95,8 +95,8 @@ def test_two_first_workers_name_each_other() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_worker_that_cannot_start_tells_the_others(place: int) -> None:
-    problems: list[str | None] = [None, None, None]
-    problems[place] = "TensorFlow started too early"
+    problems: list[ClusterError | None] = [None, None, None]
+    problems[place] = ClusterError("TensorFlow started too early.")
     results = hold(alike(3), problems=problems)
     for result in results:
         assert f"worker {place} of 3 at " in result
@@ -190,13 +190,14 @@ def test_ends_are_passed_on_in_their_order() -> None:
         with socket.socket(fileno=os.dup(channel.fileno())) as connection:
             connection.shutdown(socket.SHUT_RDWR)  # As after kill -9.
 
-    def wait_for(worker: int, other: int) -> list[tuple[int, str]]:
+    def wait_for(worker: int, other: int) -> list[tuple[int, End]]:
         deadline = time.monotonic() + 20.0
         while other not in ends[worker].wait(0.0) and time.monotonic() < deadline:
             time.sleep(0.01)
         return list(ends[worker].wait(0.0).items())
 
     assert wait_for(0, 1) == [(2, FINISHED), (1, BROKEN_OFF)]
-    ends[0].leave("it ended with ValueError: no")
-    assert (0, "it ended with ValueError: no") in wait_for(2, 0)
+    failed = End("it ended with WorkerLostError: no", lost_another=True)
+    ends[0].leave(failed)
+    assert (0, failed) in wait_for(2, 0)
     close(results)

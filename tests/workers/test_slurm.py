@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from each import each
 
-from tfmultigpu.addons.workers.slurm import read_slurm
+from tfmultigpu.addons.workers.slurm import Slurm
 from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
 from tfmultigpu.errors import ClusterError
 
@@ -31,8 +31,8 @@ def task(**changes: str | None) -> dict[str, str]:
 
 
 def test_tasks_are_workers_where_slurm_put_them() -> None:
-    cluster = read_slurm(task())
-    assert not isinstance(cluster, str)
+    cluster = Slurm().read(task())
+    assert cluster is not None
     assert cluster.index == 3
     hosts, ports = zip(*(one.split(":") for one in cluster.workers), strict=True)
     assert hosts == ("n9", "n9", "n10", "n10", "n11")
@@ -44,8 +44,8 @@ def test_tasks_are_workers_where_slurm_put_them() -> None:
 
 def test_jobs_and_steps_have_ports_of_their_own() -> None:
     def ports(**changes: str) -> set[str]:
-        cluster = read_slurm(task(**changes))
-        assert not isinstance(cluster, str)
+        cluster = Slurm().read(task(**changes))
+        assert cluster is not None
         return {one.split(":")[1] for one in cluster.workers}
 
     assert not ports() & ports(SLURM_JOB_ID="4712")
@@ -76,7 +76,7 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
     ("changes", "message"),
     [
         ({"SLURM_PROCID": "5"}, r"^Slurm: index is out of range\. .*0 to 4\. Received: 5"),
-        ({"SLURM_PROCID": "x"}, r"'x'\. Start the program with srun"),
+        ({"SLURM_PROCID": "x"}, r"'x'\. Received: .* Start the program with srun"),
         ({"SLURM_PROCID": "9" * 5000}, r"'SLURM_PROCID': '9999"),
         ({"SLURM_STEP_NODELIST": None}, r"SLURM_STEP_NODELIST is not set"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, r'Invalid hostlist format "n\[1-"'),
@@ -90,4 +90,4 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
 )
 def test_contradictions_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
-        read_slurm(task(**changes))
+        Slurm().read(task(**changes))

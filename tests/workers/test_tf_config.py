@@ -79,9 +79,9 @@ def test_what_others_add_is_left_alone() -> None:
 @each(
     ("arguments", "message"),
     [
-        ({"workers": []}, r"^Cluster: workers must be a list of addresses\. It looks like Clus"),
+        ({"workers": []}, r"^Cluster: workers must be a list of addresses\. .* It looks like Clus"),
         ({"workers": "a:1"}, r"workers must be a list of addresses\..*Received: 'a:1'"),
-        ({"index": 2}, r"index is out of range\. There are 2 workers: 0 to 1\. Received: 2"),
+        ({"index": 2}, r"index is out of range\. Received: 2\. There are 2 workers: 0 to 1\."),
         ({"index": "1"}, r"index must be a whole number\..*Received: '1'"),
         ({"index": True}, r"index must be a whole number"),
     ],
@@ -94,9 +94,9 @@ def test_what_is_wrong_in_a_written_cluster_is_named(arguments: Any, message: st
 @each(
     ("text", "message"),
     [
-        ("", r"TF_CONFIG: is not JSON\..*Unset TF_CONFIG to train alone\. Received: ''"),
-        ("null", r'must be a JSON object with an object "cluster"\. It looks .*Received: None'),
-        ('{"cluster": {}}', r'with an object "task"\. It looks like .*Received: \{'),
+        ("", r"TF_CONFIG: is not JSON\. Received: ''\..*Unset TF_CONFIG to train alone\."),
+        ("null", r'must be a JSON object with an object "cluster"\. Received: None\. It looks '),
+        ('{"cluster": {}}', r'with an object "task"\. Received: \{.* It looks like '),
         ('{"cluster": [1], "task": {}}', r'with an object "cluster"'),
     ],
 )
@@ -111,16 +111,16 @@ def test_what_is_no_description_is_an_error(text: str, message: str) -> None:
     [
         ("cluster", {"worker": [], "evaluator": "a:1"}, r"cluster\.evaluator must be a list"),
         ("cluster", {"worker": "a:1"}, r"cluster\.worker must be a list of .*Received: 'a:1'"),
-        ("cluster", {"workers": ["a:1"]}, r"unknown task type\. Known are.*Received: 'workers'"),
+        ("cluster", {"workers": ["a:1"]}, r"unknown task type\. Received: 'workers'\. Known are"),
         ("cluster", {"worker": ["a:1", 7]}, r"workers\[1\] must be host:port.*Received: 7"),
-        ("cluster", {"worker": ["a:70000"]}, r"the port below 65536\. Received: 'a:70000'"),
+        ("cluster", {"worker": ["a:70000"]}, r"Received: 'a:70000'\. .*the port below 65536\."),
         ("cluster", {"worker": ["a:1", "b:1", "A:1"]}, r"workers\[2\] is listed twice.*'A:1'"),
         ("cluster", {"chief": ["a:1"], "worker": ["a:1"]}, r"workers\[1\] is listed twice"),
         ("cluster", {"chief": ["a:1", "b:1"]}, r"must have one chief"),
         ("cluster", {"chief": ["a:1"], "master": ["b:1"]}, r"must have one chief"),
-        ("cluster", {"worker": ["a:1"], "ps": ["b:1"]}, r"Parameter servers \(ps\) are .*'ps'"),
+        ("cluster", {"worker": ["a:1"], "ps": ["b:1"]}, r"'ps'\. .*Parameter servers \(ps\) are "),
         ("task", {"index": 0}, r"task\.type is not in the cluster\..*Received: None"),
-        ("task", {"type": "chief", "index": 0}, r"is not in the cluster\. It has \['worker'\]"),
+        ("task", {"type": "chief", "index": 0}, r"is not in the cluster\. .* It has \['worker'\]"),
         ("task", {"type": ["worker"], "index": 0}, r"task\.type is not in the cluster"),
         ("task", {"type": "ps", "index": 0}, r"task\.type is not in .* Parameter servers \(ps\)"),
         ("task", {"type": "worker", "index": 3}, r"out of range.*cluster\.worker has 3 .*: 0 to 2"),

@@ -43,8 +43,9 @@ class GradientAccumulator:
         self.variables = list(variables) if isinstance(variables, Iterable) else []
         if not self.variables:
             raise TfMultiGpuError(
-                f"Received: a {type(variables).__name__}, no variables. Build the model, and give "
-                "tmg.GradientAccumulator(model.trainable_variables)."
+                "GradientAccumulator needs the variables of a built model.",
+                f"a {type(variables).__name__}, no variables",
+                "Build the model, and give tmg.GradientAccumulator(model.trainable_variables).",
             )
         _check_entered(self.variables)
         self._strategy = current_strategy(None, "GradientAccumulator", self)
@@ -77,16 +78,19 @@ class GradientAccumulator:
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
-                f"Received: {len(gradients)} gradients for {len(self.variables)} variables. Pass "
-                "None for a variable without gradient."
+                "add takes one gradient for each variable.",
+                f"{len(gradients)} gradients for {len(self.variables)} variables",
+                "Pass None for a variable without gradient.",
             )
         if self._context() is None:
             raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
         fixed, division = is_fixed(weight), division_of(weight)
         if self._fixed not in (None, fixed):
             raise TfMultiGpuError(
-                'Received: a loss with reduction="sum" and another, both in one accumulator, which '
-                "divides by 1 or by the weight. Create one for each."
+                "The losses of one accumulator need one way to divide.",
+                'a loss with reduction="sum" and another, both in one accumulator, which divides '
+                "by 1 or by the weight",
+                "Create one for each.",
             )
         self._fixed = fixed
 
@@ -143,8 +147,9 @@ class GradientAccumulator:
         if not tf.distribute.has_strategy():
             return None
         raise ScopeError(
-            f"The accumulator is of another scope, {describe(self._strategy)}. Received: "
-            f"{describe(current)}. Create it in strategy.scope()."
+            f"The accumulator is of another scope, {describe(self._strategy)}.",
+            describe(current),
+            "Create it in strategy.scope().",
         )
 
 
@@ -154,11 +159,11 @@ def _check_entered(variables: Sequence[KerasVariable]) -> None:
     strategy = getattr(inner, "distribute_strategy", None)
     if strategy is not None and not tf.distribute.has_strategy():
         raise ScopeError(
-            "The accumulator was created outside the scope of the strategy of its variables. "
-            f"Received: {inner.name!r} on {describe(strategy)}, and no scope. Its sums live on "
-            "the replicas, too:\n"
+            "The accumulator was created outside the scope of the strategy of its variables.",
+            f"{inner.name!r} on {describe(strategy)}, and no scope",
+            "Its sums live on the replicas, too:\n"
             "    with strategy.scope():\n"
-            "        window = tmg.GradientAccumulator(variables)"
+            "        window = tmg.GradientAccumulator(variables)",
         )
 
 

@@ -102,8 +102,9 @@ def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
     in_replica = context is not None and context.num_replicas_in_sync > 1
     if parts or (in_replica and not _in_global_phase.get()):
         raise TfMultiGpuError(
-            "What follows the addition over the replicas is done once, for all of them together. "
-            f"Received: {name} in a replica, or with parts, as strategy.run returns them. {BY_HAND}"
+            "What follows the addition over the replicas is done once, for all of them together.",
+            f"{name} in a replica, or with parts, as strategy.run returns them",
+            BY_HAND,
         )
 
 
@@ -119,5 +120,7 @@ def refuse_float8(variables: Sequence[KerasVariable]) -> None:
     if new:
         raise TfMultiGpuError(
             "A float8 layer computes its scales from a whole batch; those of replicas cannot be "
-            f'added. Received: {new[:3]}. Leave out layer.quantize("float8").'
+            "added.",
+            f"{new[:3]}",
+            'Leave out layer.quantize("float8").',
         )

@@ -113,9 +113,10 @@ class LossScale:
         if self._division is not None and not self._division.undone:
             raise TfMultiGpuError(
                 "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
-                "gradient by that number again. Received: a window without that pair. Write "
-                "window.add(gradients, pair); or, without a GradientAccumulator, scale a mean over "
-                "the rows of the global batch: scale.scale_loss(mean)."
+                "gradient by that number again.",
+                "a window without that pair",
+                "Write window.add(gradients, pair); or, without a GradientAccumulator, scale a "
+                "mean over the rows of the global batch: scale.scale_loss(mean).",
             )
         self._division = None  # It belongs to one trace.
 

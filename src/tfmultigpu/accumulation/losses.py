@@ -17,13 +17,15 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
+from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
 from tfmultigpu.types import Scalar
 
-OTHER_ROWS = (
-    "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
-    "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred)."
+OTHER_ROWS = GraphMessage(
+    "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
+    "",
+    "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred).",
 )
 rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
@@ -178,8 +180,10 @@ def _warn_of_means() -> None:
 
 def _refuse_global_mean() -> None:
     raise LossError(
-        "global_mean is for logs. Received: its gradient, of which each replica has a part alone: "
-        f"an optimizer would clip and scale by parts. {BY_HAND}"
+        "global_mean is for logs.",
+        "its gradient, of which each replica has a part alone: an optimizer would clip and scale "
+        "by parts",
+        BY_HAND,
     )
 
 
@@ -249,36 +253,39 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
 
     if isinstance(values, tf.RaggedTensor):
         raise LossError(
-            f"The values of a loss are a dense tensor. Received: a RaggedTensor from {loss.name!r}."
-            " Return one value per example: tf.reduce_mean(values, axis=-1)."
+            "The values of a loss are a dense tensor.",
+            f"a RaggedTensor from {loss.name!r}",
+            "Return one value per example: tf.reduce_mean(values, axis=-1).",
         )
     values = tf.convert_to_tensor(values)
     if values.shape.rank is None:
         raise LossError(
-            f"The values of the loss {loss.name!r} have an unknown number of axes. Received: "
-            f"labels of shape {_shape(y_true)} and predictions of shape {_shape(y_pred)}. The "
-            "usual cause is tf.squeeze(x), which would drop the axis of rows in a batch of one "
-            "row. Name the axis: tf.squeeze(x, axis=-1)."
+            f"The values of the loss {loss.name!r} have an unknown number of axes.",
+            f"labels of shape {_shape(y_true)} and predictions of shape {_shape(y_pred)}",
+            "The usual cause is tf.squeeze(x), which would drop the axis of rows in a batch of "
+            "one row. Name the axis: tf.squeeze(x, axis=-1).",
         )
     couples = getattr(loss, "fn", None) is keras.losses.circle
     if couples or not _has_rows(values.shape, _shape(y_pred)):
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or couples the examples of a "
-            f"batch, so it depends on how the batch was cut. Received: shape {tuple(values.shape)} "
-            f"from {type(loss).__name__}. Return one value per example: "
-            "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A mean over what a mask leaves "
-            "is a sum and a weight: forward=f returns tmg.LossSum(tf.reduce_sum(values * mask), "
-            "tf.reduce_sum(mask)); or sample_weight=mask with reduction='mean_with_sample_weight'. "
-            "A loss that needs all examples (Dice over a batch, Circle) gets them by "
-            "tmg.gather_rows(y_pred), and returns the one number for each row: "
-            "tf.fill(tf.shape(y_pred)[:1], value); see docs/coupled-losses.md. "
-            "Predictions of shape [rows] need an axis: y_true[:, None] and y_pred[:, None]."
+            "batch, so it depends on how the batch was cut.",
+            f"shape {tuple(values.shape)} from {type(loss).__name__}",
+            "Return one value per example: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A "
+            "mean over what a mask leaves is a sum and a weight: forward=f returns "
+            "tmg.LossSum(tf.reduce_sum(values * mask), tf.reduce_sum(mask)); or "
+            "sample_weight=mask with reduction='mean_with_sample_weight'. A loss that needs all "
+            "examples (Dice over a batch, Circle) gets them by tmg.gather_rows(y_pred), and "
+            "returns the one number for each row: tf.fill(tf.shape(y_pred)[:1], value); see "
+            "docs/coupled-losses.md. Predictions of shape [rows] need an axis: y_true[:, None] "
+            "and y_pred[:, None].",
         )
     axes = [axis for t in tf.nest.flatten([y_true, y_pred]) for axis in (_shape(t) or [None])[1:]]
     if None in values.shape[1:] and None not in axes:
         raise LossError(
-            f"The loss {loss.name!r} pairs each row with every row. Received: losses of shape "
-            f"{tuple(values.shape)}. Give labels and predictions as many axes: y_true[:, None]."
+            f"The loss {loss.name!r} pairs each row with every row.",
+            f"losses of shape {tuple(values.shape)}",
+            "Give labels and predictions as many axes: y_true[:, None].",
         )
     if sample_weight is None:
         return
@@ -291,9 +298,10 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
     if not fits:
         raise LossError(
             "sample_weight has a weight for each row and all axes of the losses, of length 1 to "
-            f"broadcast. Received: weights of shape {tuple(weights.shape)} for losses of shape "
-            f"{tuple(values.shape)}. Write sample_weight[:, None] for an axis more, or for one "
-            "weight of all rows tf.fill(tf.shape(y_pred)[:1], weight)."
+            "broadcast.",
+            f"weights of shape {tuple(weights.shape)} for losses of shape {tuple(values.shape)}",
+            "Write sample_weight[:, None] for an axis more, or for one weight of all rows "
+            "tf.fill(tf.shape(y_pred)[:1], weight).",
         )
 
 

@@ -214,9 +214,11 @@ class Owned(Replicated):
 
 def _refuse_replicas(*_: Any, **__: Any) -> None:
     raise TfMultiGpuError(
-        "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would have "
-        "each replica change it. Write outside of strategy.run tmg.apply_reduced_gradients("
-        "optimizer, gradients, variables), or create a new optimizer."
+        "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would "
+        "have each replica change it.",
+        "",
+        "Write outside of strategy.run tmg.apply_reduced_gradients(optimizer, gradients, "
+        "variables), or create a new optimizer.",
     )
 
 

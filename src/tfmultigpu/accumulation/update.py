@@ -64,13 +64,15 @@ def _choose(
     for part in parts_of(inner):  # A MultiOptimizer has them when it is built.
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
-                f"Replicas cannot train with gradient_accumulation_steps={steps}. Leave it out, "
-                f"and pass micro_batches={steps} to make_train_step."
+                f"Replicas cannot train with gradient_accumulation_steps={steps}.",
+                "",
+                f"Leave it out, and pass micro_batches={steps} to make_train_step.",
             )
     if strategy.num_replicas_in_sync > 1 and shard_update not in ("auto", update.owned):
         raise TfMultiGpuError(
-            f"shard_update={shard_update} came too late or is not possible: {update.reason}. Leave "
-            "shard_update out, which gives the same numbers, or create a new optimizer."
+            f"shard_update={shard_update} came too late or is not possible: {update.reason}.",
+            "",
+            "Leave shard_update out, which gives the same numbers, or create a new optimizer.",
         )
     if not optimizer.built:  # The inner one is.
         with tf.init_scope(), strategy.scope(), setting(inner, build=lambda variables: None):
@@ -79,9 +81,10 @@ def _choose(
     missing = [v.path for v in variables if known and id(v) not in known]
     if missing:
         raise ScopeError(
-            f"The optimizer was built for other variables. Received: {missing[:3]}. Create a new "
-            "one in strategy.scope(), or for several models build it for all of them first: "
-            "optimizer.build(a.trainable_variables + b.trainable_variables)."
+            "The optimizer was built for other variables.",
+            f"{missing[:3]}",
+            "Create a new one in strategy.scope(), or for several models build it for all of them "
+            "first: optimizer.build(a.trainable_variables + b.trainable_variables).",
         )
     return update
 
@@ -124,8 +127,9 @@ def apply_reduced_gradients(
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         raise TfMultiGpuError(
-            f"There is nothing to update. Received: no gradient for {len(variables)} variables. "
-            "Give gradients of a loss that depends on model.trainable_variables."
+            "There is nothing to update.",
+            f"no gradient for {len(variables)} variables",
+            "Give gradients of a loss that depends on model.trainable_variables.",
         )
     update = update_of(optimizer)
     if update is None:

@@ -8,30 +8,31 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import DataError
 
 _SAMPLED = 2**16
-NO_ROWS = (
-    "A batch has no rows. A replica cannot train on it. Drop empty batches: "
-    "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+NO_ROWS = GraphMessage(
+    "A batch has no rows. A replica cannot train on it.",
+    "",
+    "Drop empty batches: dataset.filter(lambda x, y: tf.shape(x)[0] > 0).",
 )
-ROWS_DIFFER = (
+ROWS_DIFFER = GraphMessage(
     "The tensors of a batch differ in their number of rows (their first axis), so features and "
-    "labels would be paired wrongly. Make batches of single examples, dataset.batch(n), or check "
-    "what comes before .batch(). If each example has k rows of another kind, give them an axis of "
-    "their own: tf.reshape(u, [rows, k, ...]). Received: rows"
+    "labels would be paired wrongly.",
+    "rows {}",
+    "Make batches of single examples, dataset.batch(n), or check what comes before .batch(). If "
+    "each example has k rows of another kind, give them an axis of their own: "
+    "tf.reshape(u, [rows, k, ...]).",
 )
 GATHERED = "gathered_rows_of_replicas"  # The scope of the addition: a graph that has it gathers.
-OTHER_WIDTHS = (
-    "gather_rows adds the rows of all replicas, so they need one shape. Received: rows of other "
-    "shapes on other replicas: to_tensor() makes ragged rows as wide as the longest on each. Write "
-    "value.to_tensor(shape=[None, 100]), one width for all."
-)
-NOT_ROWS = (
+NOT_ROWS = GraphMessage(
     "gather_rows takes one row per example of this replica, and this tensor has another number of "
-    "rows. Gather each part by itself, such as the two views of an example: "
+    "rows.",
+    "rows, and rows of the batch here {}",
+    "Gather each part by itself, such as the two views of an example: "
     "tmg.gather_rows((first, second)), or give k rows of each an axis of their own: "
-    "tf.reshape(u, [rows, k, ...]). Received: rows, and rows of the batch here"
+    "tf.reshape(u, [rows, k, ...]).",
 )
 
 
@@ -45,9 +46,10 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
-            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(batch)} "
-            "elements. Put several inputs into a dict or an inner tuple, or unpack the batch "
-            "yourself in forward=f(model, batch, training)."
+            "A batch is x, (x, y) or (x, y, sample_weight).",
+            f"a tuple of {len(batch)} elements",
+            "Put several inputs into a dict or an inner tuple, or unpack the batch yourself in "
+            "forward=f(model, batch, training).",
         )
     x, y, weight = (*batch, None, None)[:3]
     return x, y, weight
@@ -77,8 +79,9 @@ def _present(batch: Any) -> list[Any]:
     tensors = tensors_of(batch)
     if not tensors:
         raise DataError(
-            f"The batch holds no tensors. Received: {batch!r}. "
-            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
+            "The batch holds no tensors.",
+            repr(batch),
+            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels).",
         )
     return tensors
 
@@ -131,8 +134,10 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
     # In int32: without a conditional around it, Assert prints only int32 and text.
     rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
     checks = [
-        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
-        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
+        tf.debugging.Assert(
+            tf.reduce_all(rows == rows[0]), [ROWS_DIFFER.text, rows], summarize=100
+        ),
+        tf.debugging.Assert(rows[0] > 0, [NO_ROWS.text]),
     ]
     return [check for check in checks if check is not None]
 
@@ -153,24 +158,22 @@ def with_dependencies(operations: Sequence[Any], batch: Any) -> Any:
         )
 
 
-def as_data_error(error: Any) -> Exception:
+def as_data_error(error: tf.errors.OpError) -> Exception:
     """Returns the DataError that an error of TensorFlow stands for, any other error unchanged.
 
     That is a failed assertion of ``check_rows_agree``, or a DataError that Python code raised
     inside ``tf.data``.
     """
-    if NO_ROWS in error.message:
-        return DataError(NO_ROWS)
-    if ROWS_DIFFER in error.message:
-        return DataError(with_values(ROWS_DIFFER, error.message))
-    _, is_raised, raised = error.message.partition("DataError: ")
-    return DataError(raised.partition("\n")[0]) if is_raised else error
-
-
-def with_values(text: str, message: str) -> str:
-    """Returns the text of an assertion with the vector of numbers that failed it."""
-    values = message.partition(text)[2].lstrip("]['\n ").partition("]")[0]
-    return f"{text} {', '.join(values.replace(',', ' ').split())}."
+    message = error.message
+    for known in (NO_ROWS, ROWS_DIFFER):
+        if known.failed_in(message):
+            return known.as_error(DataError, message)
+    # TensorFlow keeps only the type and the text of an error of Python, so it stays one text.
+    _, is_raised, raised = message.partition("DataError: ")
+    if is_raised:
+        return DataError(raised.partition("\n")[0])
+    converted: Exception = error
+    return converted
 
 
 def lists_to_tuples(batch: Any) -> Any:

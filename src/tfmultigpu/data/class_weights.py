@@ -20,8 +20,9 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         weights = {operator.index(key): float(weight) for key, weight in class_weight.items()}
     except (AttributeError, TypeError, ValueError):
         raise DataError(
-            "class_weight must be a dict from class number to weight. Received: "
-            f"class_weight={class_weight!r}. Write class_weight={{0: 1.0, 1: 5.0}}."
+            "class_weight must be a dict from class number to weight.",
+            f"class_weight={class_weight!r}",
+            "Write class_weight={0: 1.0, 1: 5.0}.",
         ) from None
     keys, values = zip(*sorted({-1: 1.0, **weights}.items()), strict=True)  # Never empty.
 
@@ -30,9 +31,10 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         if sample_weight is not None or y is None or tf.nest.is_nested(y):
             raise DataError(
                 "Class weights and sample weights cannot be combined, and class weights are for "
-                f"one output. Received: class_weight={weights!r}, labels of shape {_shapes_of(y)}, "
-                f"sample weights of shape {_shapes_of(sample_weight)}. Give sample weights for "
-                "each output: (x, y, sample_weight)."
+                "one output.",
+                f"class_weight={weights!r}, labels of shape {_shapes_of(y)}, sample weights of "
+                f"shape {_shapes_of(sample_weight)}",
+                "Give sample weights for each output: (x, y, sample_weight).",
             )
         if y.shape.rank > 1 and y.shape[-1] > 1:  # One-hot.
             labels = tf.argmax(y, axis=-1, output_type=tf.int32)

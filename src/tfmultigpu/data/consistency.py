@@ -60,11 +60,12 @@ def compared_over_workers(
             raise DataError(
                 f"The workers read different data: the first {number} batches of pass {current} "
                 "differ, or the lengths of a pass. Each worker takes its examples of the same "
-                "batches, so examples would be used twice or never. Received: batches in a pass: "
-                f"{lengths} (-2: unknown). Give shuffle a seed: dataset.shuffle(size, seed=1); or "
-                "call keras.utils.set_random_seed(1) on every worker before the dataset is made; "
-                "for a torch DataLoader call torch.manual_seed(1). Sort lists of files, and give "
-                "every worker the same."
+                "batches, so examples would be used twice or never.",
+                f"batches in a pass: {lengths} (-2: unknown)",
+                "Give shuffle a seed: dataset.shuffle(size, seed=1); or call "
+                "keras.utils.set_random_seed(1) on every worker before the dataset is made; for a "
+                "torch DataLoader call torch.manual_seed(1). Sort lists of files, and give every "
+                "worker the same.",
             )
         return True
 

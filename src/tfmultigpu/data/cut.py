@@ -146,11 +146,11 @@ def check_batched(element_spec: Any) -> None:
     if not specs or len(shapes) < len(specs) or len(sizes) > 1:
         raise DataError(
             "The dataset is not batched, or its components do not belong together: each must be a "
-            "tensor whose first axis is the rows of the batch. Received: element_spec="
-            f"{element_spec}. Batch it with the global batch size: "
-            "dataset.batch(global_batch_size). Let the model read a value that is the same for all "
-            "rows, such as a tf.Variable. Give k rows of each example an axis of their own: "
-            "tf.reshape(u, [rows, k, ...])."
+            "tensor whose first axis is the rows of the batch.",
+            f"element_spec={element_spec}",
+            "Batch it with the global batch size: dataset.batch(global_batch_size). Let the model "
+            "read a value that is the same for all rows, such as a tf.Variable. Give k rows of "
+            "each example an axis of their own: tf.reshape(u, [rows, k, ...]).",
         )
 
 

@@ -63,9 +63,9 @@ class PositionedDataset(ShardedDataset):
         iterator, done = ShardedDataset.iterate_from(whole, self._position.step_in_epoch)
         if done < self._position.step_in_epoch:
             raise CheckpointError(
-                "The data has fewer batches than when the checkpoint was saved. Received: a pass "
-                f"of {done} batches, after {self._position.step_in_epoch} were trained on. Give "
-                "the data of that time."
+                "The data has fewer batches than when the checkpoint was saved.",
+                f"a pass of {done} batches, after {self._position.step_in_epoch} were trained on",
+                "Give the data of that time.",
             )
         return iterator
 
@@ -73,8 +73,10 @@ class PositionedDataset(ShardedDataset):
         """Raises an error: a loop inside a ``tf.function`` does not report its position."""
         raise CheckpointError(
             "A loop over checkpointed data inside a tf.function cannot resume in the middle of a "
-            "pass. Write iterator = iter(checkpoints.data) outside the tf.function and call "
-            "step.run(iterator, steps)."
+            "pass.",
+            "",
+            "Write iterator = iter(checkpoints.data) outside the tf.function and call "
+            "step.run(iterator, steps).",
         )
 
     def first_hash(self) -> int | None:
@@ -141,9 +143,11 @@ def position_data(
     if not begin_unread(whole.batches):
         raise CheckpointError(
             "The order of a pass depends on how far tf.data had read the passes before it, so a "
-            "resumed run would read other batches. Received: data with a shuffle below cache(), "
-            "repeat(), concatenate() or another shuffle, or with a tf.random.Generator. Make it a "
-            "function of the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
+            "resumed run would read other batches.",
+            "data with a shuffle below cache(), repeat(), concatenate() or another shuffle, or "
+            "with a tf.random.Generator",
+            "Make it a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
+            "seed=epoch).batch(size).",
         )
     if not is_compared:
         return PositionedDataset(whole, position)

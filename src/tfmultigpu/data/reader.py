@@ -38,7 +38,7 @@ class Reader:
     ) -> None:
         """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
         if not looked_at:
-            raise DataError(f"The data yields no batches. Received: {name!r}.")
+            raise DataError("The data yields no batches.", repr(name))
         self.spec = _spec_of_batches(looked_at)
         self.cardinality: int = tf.data.UNKNOWN_CARDINALITY
         if hooks is not None:
@@ -67,7 +67,9 @@ class Reader:
             if batches is first_iterator():
                 raise DataError(
                     "The function returns the same iterator each time, so the second pass would "
-                    "have no data. Make the generator inside the function."
+                    "have no data.",
+                    "",
+                    "Make the generator inside the function.",
                 )
             return batches
 
@@ -134,8 +136,7 @@ class Reader:
         for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
             if getattr(spec, "dtype", None) != getattr(leaf, "dtype", None):
                 raise DataError(
-                    "The batches of the generator differ in their types. Received: "
-                    f"{leaf!r}, after {spec}."
+                    "The batches of the generator differ in their types.", f"{leaf!r}, after {spec}"
                 )
         return batch
 

@@ -72,8 +72,9 @@ class ShardIterator(Iterator[Any]):
         """Returns itself; in a ``tf.function``, where a ``for`` over it never ends, raises."""
         if tf.inside_function():
             raise DataError(
-                "A for loop over an iterator inside a tf.function would be unrolled forever. Write "
-                "for batch in data, over the dataset itself, or call next(iterator)."
+                "A for loop over an iterator inside a tf.function would be unrolled forever.",
+                "",
+                "Write for batch in data, over the dataset itself, or call next(iterator).",
             )
         return self
 
@@ -102,9 +103,9 @@ class ShardIterator(Iterator[Any]):
             if "unusually high number" not in str(error):
                 raise
             raise DataError(
-                "A loop of Python over the data inside a tf.function would be unrolled forever. "
-                "Received: enumerate(data), zip(data, ...) or a comprehension. Write for batch in "
-                "data, and count with a tensor: number += 1."
+                "A loop of Python over the data inside a tf.function would be unrolled forever.",
+                "enumerate(data), zip(data, ...) or a comprehension",
+                "Write for batch in data, and count with a tensor: number += 1.",
             ) from error
         return self.cut.to_batch(element)
 

@@ -91,17 +91,18 @@ def distribute_dataset(
     strategy = current_strategy(strategy, "distribute_dataset")
     if small_batches not in ("partition", "copy"):
         raise DataError(
-            f"small_batches must be 'partition' or 'copy'. Received: {small_batches!r}. A loop of "
-            "your own sees each row once with 'partition'."
+            "small_batches must be 'partition' or 'copy'.",
+            repr(small_batches),
+            "A loop of your own sees each row once with 'partition'.",
         )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     preprocessing, reader = None, None
     if preprocess is not None:
         if batch_size is None:
             raise DataError(
-                "preprocess takes single examples, of which global batches are formed. Received: "
-                "batch_size=None. Write tmg.distribute_dataset(source, strategy, batch_size=64, "
-                "preprocess=f)."
+                "preprocess takes single examples, of which global batches are formed.",
+                "batch_size=None",
+                "Write tmg.distribute_dataset(source, strategy, batch_size=64, preprocess=f).",
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
         batches = to_examples(dataset).batch(batch_size)
@@ -109,7 +110,7 @@ def distribute_dataset(
             seed = draw_seed(strategy) if takes_seed(preprocess) else 0
         preprocessing = Preprocessing(preprocess, check_count("seed", seed, -(2**63)))
     elif seed is not None:
-        raise DataError(f"seed is for preprocess, which is missing. Received: seed={seed!r}.")
+        raise DataError("seed is for preprocess, which is missing.", f"seed={seed!r}")
     else:
         batches, reader = global_batches(dataset, batch_size)
     check_batched(batches.element_spec)
@@ -149,9 +150,10 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
     offsets = partition.marked_offsets(batch)
     if offsets is None:
         raise DataError(
-            "It is unknown whether the shards of the batch are copies. Give an element of "
-            "tmg.distribute_dataset, and call row_weight before you pass the batch into your own "
-            "tf.function."
+            "It is unknown whether the shards of the batch are copies.",
+            "",
+            "Give an element of tmg.distribute_dataset, and call row_weight before you pass the "
+            "batch into your own tf.function.",
         )
     weight: tf.Tensor = partition.shard_weight(offsets)
     return weight

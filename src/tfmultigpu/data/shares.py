@@ -83,8 +83,9 @@ def _checked(shares: Any, replicas: int | None = None) -> tuple[Any, ...]:
     if not is_right or len(numbers) != (replicas or len(numbers)):
         wanted = "" if replicas is None else f", for {replicas} replicas"
         raise DataError(
-            f"Shares are one positive, finite number per replica. Received: {shares!r}, "
-            f"{len(numbers)} numbers{wanted}. A replica without examples would slow down every "
-            "step: leave its device out with tmg.create_strategy(devices=[...])."
+            "Shares are one positive, finite number per replica.",
+            f"{shares!r}, {len(numbers)} numbers{wanted}",
+            "A replica without examples would slow down every step: leave its device out with "
+            "tmg.create_strategy(devices=[...]).",
         )
     return numbers

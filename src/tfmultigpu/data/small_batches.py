@@ -13,16 +13,19 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, tensors_of
+from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.data.partition import are_copies, mark_offsets, marked_offsets, slice_rows
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import COPIES
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-_COMPUTED = (
+_COMPUTED = GraphMessage(
     "The batch has fewer rows than there are replicas, and a part of it was computed from the "
     "shards of a loop of your own, some of which have no rows. A step needs the whole batch on "
-    "each replica. Give step(batch) what the dataset yields, and compute before or in the step: "
-    "dataset.map(f), or make_train_step(..., forward=f)."
+    "each replica.",
+    "",
+    "Give step(batch) what the dataset yields, and compute before or in the step: "
+    "dataset.map(f), or make_train_step(..., forward=f).",
 )
 
 
@@ -71,8 +74,8 @@ def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]
     offsets, checks = marked_offsets(some), []
     if len(some) < len(tensors_of(leaves)):
         if tf.executing_eagerly():
-            raise DataError(_COMPUTED)
-        checks = [tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED])]
+            raise _COMPUTED.as_error(DataError)
+        checks = [tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED.text])]
     return whole, offsets, checks
 
 

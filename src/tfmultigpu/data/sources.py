@@ -31,8 +31,9 @@ def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
     check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
-            "An iterator can be read once, and inspecting it would lose batches. Received: "
-            f"{type(data).__name__}. Give its function, make_batches, not make_batches()."
+            "An iterator can be read once, and inspecting it would lose batches.",
+            type(data).__name__,
+            "Give its function, make_batches, not make_batches().",
         )
     reader = None
     is_dataset = isinstance(data, tf.data.Dataset)
@@ -44,16 +45,18 @@ def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
         arrays = tensors_of_arrays(data)
         if batch_size is None:
             raise DataError(
-                "Arrays need the size of a global batch. Received: batch_size=None. Write "
-                "tmg.distribute_dataset((x, y), strategy, batch_size=64)."
+                "Arrays need the size of a global batch.",
+                "batch_size=None",
+                "Write tmg.distribute_dataset((x, y), strategy, batch_size=64).",
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
         return GlobalBatches(untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)))
     if batch_size is not None:
         raise DataError(
-            f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself. "
-            f"Received: batch_size={batch_size}. Leave batch_size out of this call. If the data "
-            f"has single examples, add .batch({batch_size}) in the line that makes the dataset."
+            f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself.",
+            f"batch_size={batch_size}",
+            "Leave batch_size out of this call. If the data has single examples, add "
+            f".batch({batch_size}) in the line that makes the dataset.",
         )
     if reader is None:
         return GlobalBatches(data)
@@ -75,10 +78,10 @@ def to_examples(source: Any) -> tf.data.Dataset[Any]:
         return source
     if not is_arrays(source):
         raise DataError(
-            "preprocess takes single examples: a tf.data.Dataset of them, or arrays. Received: "
-            f"{type(source).__name__}. Of an object with source[i] give the numbers, "
-            "np.arange(len(source)), and read in preprocess: tf.numpy_function(lambda i: "
-            "source[i], [number], dtype)."
+            "preprocess takes single examples: a tf.data.Dataset of them, or arrays.",
+            type(source).__name__,
+            "Of an object with source[i] give the numbers, np.arange(len(source)), and read in "
+            "preprocess: tf.numpy_function(lambda i: source[i], [number], dtype).",
         )
     return tf.data.Dataset.from_tensor_slices(tensors_of_arrays(source))
 
@@ -87,8 +90,9 @@ def check_not_distributed(data: Any) -> None:
     """Checks that data is not distributed already."""
     if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
         raise DataError(
-            f"The data is already distributed. Received: {type(data).__name__}. Give the original "
-            "data, from which global batches are formed."
+            "The data is already distributed.",
+            type(data).__name__,
+            "Give the original data, from which global batches are formed.",
         )
 
 
@@ -115,16 +119,16 @@ def tensors_of_arrays(data: Any) -> Any:
     except (TypeError, ValueError) as error:
         received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
-            f"The data cannot be distributed: {error}. Received: {received}. Give a "
-            "tf.data.Dataset of global batches, arrays with batch_size, or of an iterable of "
-            "batches a function that returns it: lambda: it."
+            f"The data cannot be distributed: {error}.",
+            received,
+            "Give a tf.data.Dataset of global batches, arrays with batch_size, or of an iterable "
+            "of batches a function that returns it: lambda: it.",
         ) from None
     leaves = tensors_of(arrays)
     shapes = [tuple(leaf.shape) for leaf in leaves]
     if not leaves or () in shapes or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
-            "Arrays are paired by rows, so each needs one row per example. Received: shapes "
-            f"{shapes}."
+            "Arrays are paired by rows, so each needs one row per example.", f"shapes {shapes}"
         )
     return arrays
 

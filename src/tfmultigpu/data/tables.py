@@ -28,7 +28,8 @@ def columns_as_array(value: Any) -> Any:
     if all(isinstance(item, str) for item in array.ravel()):
         return array
     raise DataError(
-        "The columns of a DataFrame make one array if they are numbers and booleans, or text. "
-        f"Received: columns {dict(frame.dtypes.astype(str))}. Write pandas.get_dummies(frame) for "
-        "columns of text, or give a dict of columns: {name: frame[name] for name in frame}."
+        "The columns of a DataFrame make one array if they are numbers and booleans, or text.",
+        f"columns {dict(frame.dtypes.astype(str))}",
+        "Write pandas.get_dummies(frame) for columns of text, or give a dict of columns: {name: "
+        "frame[name] for name in frame}.",
     )

@@ -17,7 +17,9 @@ from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physic
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
+from tfmultigpu.types import PhysicalDevice
 
+_config: Any = tf.config
 _MIB = 1024**2
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
@@ -40,26 +42,33 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
         >>> for gpu in enable_memory_growth():
         ...     print(gpu.name, "takes memory as it needs it")
     """
-    call = f"enable_memory_growth({'' if devices is None else repr(devices)})"
-    config: Any = tf.config
-    gpus = _by_name(config.get_visible_devices("GPU"))
+    call = "enable_memory_growth()"
+    if devices is not None:
+        call = f"enable_memory_growth({devices!r})"
+    gpus = _by_name(_config.get_visible_devices("GPU"))
     if devices is None and not gpus:
         return ()
     chosen = _resolve(devices, gpus)
-    off = [name for name, gpu in gpus.items() if not config.experimental.get_memory_growth(gpu)]
+    growing = _growing(gpus)
+    off = [name for name in gpus if name not in growing]
     left_out = [name for name in off if name not in chosen]
     if left_out:
         raise TfMultiGpuError(
             f"{call} leaves out {listed(left_out)}. TensorFlow would fail at the first operation: "
-            "memory growth cannot differ between GPUs. Write enable_memory_growth() for all, or "
-            "first hide those with tf.config.set_visible_devices."
+            "memory growth cannot differ between GPUs.",
+            "",
+            "Write enable_memory_growth() for all, or first hide those with "
+            "tf.config.set_visible_devices.",
         )
-    all_devices = _by_name(config.list_physical_devices())
-    divided = [n for n, d in all_devices.items() if config.get_logical_device_configuration(d)]
+    divided = []
+    for name, device in _by_name(_config.list_physical_devices()).items():
+        if _config.get_logical_device_configuration(device):
+            divided.append(name)
     _check_compatible(call, list(gpus), divided)
     with _explaining_late_settings(call):
-        for name in [name for name in off if name not in divided]:
-            config.experimental.set_memory_growth(gpus[name], True)
+        for name in off:
+            if name not in divided:
+                _config.experimental.set_memory_growth(gpus[name], True)
     return tuple(device for device in list_devices("GPU") if device.name in gpus)
 
 
@@ -85,17 +94,20 @@ def limit_memory(limits: Mapping[str, int]) -> None:
             'limit_memory({"GPU:0": 8 * 1024**3}).'
         )
     call = f"limit_memory({dict(limits)!r})"
-    config: Any = tf.config
-    visible = _by_name(config.get_visible_devices())
-    names = _resolve(list(limits), visible) if limits else ()
+    visible = _by_name(_config.get_visible_devices())
+    names: tuple[str, ...] = ()
+    if limits:
+        names = _resolve(list(limits), visible)
     wanted = {}
     for name, limit in zip(names, limits.values(), strict=True):
         wanted[visible[name]] = _checked_sizes(name, 1, [limit], call)
-        parts = len(config.get_logical_device_configuration(visible[name]) or ())
+        parts = len(_config.get_logical_device_configuration(visible[name]) or ())
         if parts > 1:
             raise TfMultiGpuError(
-                f"{call} would undo the split of {name} into {parts} parts. Give the limit with "
-                f'the split: split_device("{name}", parts={parts}, memory={limit // parts}).'
+                f"{call} would undo the split of {name} into {parts} parts.",
+                "",
+                f'Give the limit with the split: split_device("{name}", parts={parts}, '
+                f"memory={limit // parts}).",
             )
     _divide(wanted, call)
 
@@ -129,8 +141,7 @@ def split_device(
     """
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
     parts = check_count("parts", parts)
-    config: Any = tf.config
-    visible = _by_name(config.get_visible_devices())
+    visible = _by_name(_config.get_visible_devices())
     (name,) = _resolve([device], visible)
     sizes: tuple[int | None, ...] = (None,) * parts
     if not name.startswith("CPU:") or memory is not None:
@@ -142,7 +153,7 @@ def split_device(
 def devices_started() -> bool:
     """Returns whether TensorFlow has started its devices; starts none."""
     # TensorFlow tells only by refusing a setting: try one, and restore it.
-    threading: Any = tf.config.threading
+    threading = _config.threading
     try:
         before = threading.get_inter_op_parallelism_threads()
     except ValueError:
@@ -155,12 +166,19 @@ def devices_started() -> bool:
     return False
 
 
-def _by_name(devices: Sequence[Any]) -> dict[str, Any]:
+def _by_name(devices: Sequence[PhysicalDevice]) -> dict[str, PhysicalDevice]:
     """Returns TensorFlow's physical devices by their short names."""
     return {parse_device_name(device.name): device for device in devices}
 
 
-def _resolve(asked: Any, existing: Mapping[str, Any]) -> tuple[str, ...]:
+def _growing(gpus: Mapping[str, PhysicalDevice]) -> list[str]:
+    """Returns the names of the GPUs that have memory growth."""
+    return [name for name, gpu in gpus.items() if _config.experimental.get_memory_growth(gpu)]
+
+
+def _resolve(
+    asked: Sequence[str] | None, existing: Mapping[str, PhysicalDevice]
+) -> tuple[str, ...]:
     """Returns the names asked for; the error says why there are no more GPUs."""
     return resolve_devices(asked, tuple(existing), why_no_more_gpus())
 
@@ -171,7 +189,9 @@ def _checked_sizes(
     """Returns the bytes of each part of a GPU."""
     if not name.startswith("GPU:"):
         raise TfMultiGpuError(
-            f"{call}: TensorFlow limits the memory of GPUs only. For {name} leave memory out."
+            f"{call}: TensorFlow limits the memory of GPUs only.",
+            "",
+            f"For {name} leave memory out.",
         )
     (gpu,) = [gpu for gpu in list_devices("GPU") if gpu.name == name]
     if memory is None and gpu.memory_free is None:
@@ -200,23 +220,22 @@ def _checked_sizes(
     return sizes
 
 
-def _divide(wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
+def _divide(wanted: Mapping[PhysicalDevice, tuple[int | None, ...]], call: str) -> None:
     """Splits or limits devices: memory limits in bytes, one per part, by physical device."""
-    config: Any = tf.config
     settings = {}
     for physical, sizes in wanted.items():
-        setting = [
-            config.LogicalDeviceConfiguration(memory_limit=size and size // _MIB) for size in sizes
-        ]
-        now = config.get_logical_device_configuration(physical)
+        setting = []
+        for size in sizes:
+            limit = size and size // _MIB
+            setting.append(_config.LogicalDeviceConfiguration(memory_limit=limit))
+        now = _config.get_logical_device_configuration(physical)
         if now != setting and not (now is None and sizes == (None,)):
             settings[physical] = setting
-    gpus = _by_name(config.get_visible_devices("GPU"))
-    growing = [name for name, gpu in gpus.items() if config.experimental.get_memory_growth(gpu)]
+    growing = _growing(_by_name(_config.get_visible_devices("GPU")))
     _check_compatible(call, growing, list(_by_name(list(settings))))
     with _explaining_late_settings(call):
         for physical, setting in settings.items():
-            config.set_logical_device_configuration(physical, setting)
+            _config.set_logical_device_configuration(physical, setting)
 
 
 def _check_compatible(call: str, growing: Sequence[str], divided: Sequence[str]) -> None:
@@ -224,8 +243,10 @@ def _check_compatible(call: str, growing: Sequence[str], divided: Sequence[str])
         raise TfMultiGpuError(
             f"{call}: {listed(divided)} split or limited, and memory growth of {listed(growing)}, "
             "exclude each other. TensorFlow drops memory growth of every GPU, without a message, "
-            "if any device is split or limited, even the CPU. Remove one of the two lines, or set "
-            f'os.environ["{_FORCE_GROWTH}"] = "true" before the first operation instead.'
+            "if any device is split or limited, even the CPU.",
+            "",
+            f'Remove one of the two lines, or set os.environ["{_FORCE_GROWTH}"] = "true" before '
+            "the first operation instead.",
         )
 
 
@@ -235,8 +256,10 @@ def _explaining_late_settings(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DevicesInitializedError(
-            f"{call} came after TensorFlow had started its devices. Their settings are final then, "
-            "so nothing was changed. The first tensor, tf.Variable, dataset, Keras object or "
-            "strategy starts them, and so does tf.config.list_logical_devices. Move this line up, "
-            "directly after the imports; in a notebook restart the kernel first."
+            f"{call} came after TensorFlow had started its devices. Their settings are final "
+            "then, so nothing was changed. The first tensor, tf.Variable, dataset, Keras object "
+            "or strategy starts them, and so does tf.config.list_logical_devices.",
+            "",
+            "Move this line up, directly after the imports; in a notebook restart the kernel "
+            "first.",
         ) from error

@@ -17,6 +17,8 @@ import tensorflow as tf
 from tfmultigpu.devices.gpu_memory import NvmlGpu, match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
 
+_config: Any = tf.config
+
 
 @dataclass(frozen=True)
 class Device:
@@ -58,23 +60,27 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
         >>> list_devices("CPU")[0].name
         'CPU:0'
     """
-    config: Any = tf.config
-    details = {
-        parse_device_name(physical.name): config.experimental.get_device_details(physical)
-        for physical in config.list_physical_devices(_check_kind(kind))
-    }
-    models = {n: d.get("device_name") for n, d in details.items() if n.startswith("GPU:")}
-    of_driver = match_gpus(tuple(models.values()), read_gpus() if models else (), os.environ)
+    details: dict[str, Mapping[str, Any]] = {}
+    models: dict[str, str | None] = {}  # Of the GPUs.
+    for physical in _config.list_physical_devices(_check_kind(kind)):
+        name = parse_device_name(physical.name)
+        details[name] = _config.experimental.get_device_details(physical)
+        if name.startswith("GPU:"):
+            models[name] = details[name].get("device_name")
+
+    of_driver: tuple[NvmlGpu | None, ...] = ()
+    if models:
+        of_driver = match_gpus(tuple(models.values()), read_gpus(), os.environ)
     memory = dict(zip(models, of_driver, strict=True))
 
-    def describe(name: str, known: Mapping[str, Any]) -> Device:
+    devices = []
+    for name, known in details.items():
         of_kind, index = name.split(":")
         model, capability = known.get("device_name") or "", known.get("compute_capability")
         gpu = memory.get(name) or NvmlGpu("", "")
         total, free = gpu.memory_total, gpu.memory_free
-        return Device(name, of_kind, int(index), model, capability, total, free)
-
-    return tuple(describe(name, known) for name, known in details.items())
+        devices.append(Device(name, of_kind, int(index), model, capability, total, free))
+    return tuple(devices)
 
 
 def logical_to_physical() -> dict[str, str]:
@@ -88,14 +94,15 @@ def logical_to_physical() -> dict[str, str]:
         >>> list(logical_to_physical().values())[0]
         'CPU:0'
     """
-    config: Any = tf.config
-    visible = set(config.get_visible_devices())
+    visible = set(_config.get_visible_devices())
     names: dict[str, str] = {}
     count: Counter[str] = Counter()
-    for device in [device for device in config.list_physical_devices() if device in visible]:
+    for device in _config.list_physical_devices():
+        if device not in visible:
+            continue
         physical = parse_device_name(device.name)
         kind = physical.split(":")[0]
-        for _ in config.get_logical_device_configuration(device) or (None,):
+        for _ in _config.get_logical_device_configuration(device) or (None,):
             names[f"{kind}:{count[kind]}"] = physical
             count[kind] += 1
     return names
@@ -117,7 +124,9 @@ def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
 
 def _check_kind(kind: str | None) -> str | None:
     """Returns the kind in capitals; a misspelt one would look like a machine without it."""
-    upper = kind.upper() if isinstance(kind, str) else kind
+    upper = kind
+    if isinstance(kind, str):
+        upper = kind.upper()
     if upper not in ("GPU", "CPU", "TPU", None):
         raise ValueError(
             f"kind is 'GPU', 'CPU' or 'TPU', or None for all. Received: kind={kind!r}. Write "

@@ -37,7 +37,10 @@ def read_gpus() -> tuple[NvmlGpu, ...]:
         return ()
     try:
         count = nvml.nvmlDeviceGetCount()
-        return tuple(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count))
+        gpus = []
+        for number in range(count):
+            gpus.append(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(number)))
+        return tuple(gpus)
     except nvml.NVMLError:
         return ()
     finally:
@@ -61,15 +64,24 @@ def match_gpus(
     CUDA numbers equal GPUs by PCI bus, as NVML does. It numbers different models by speed, which
     NVML does not know, unless `CUDA_DEVICE_ORDER=PCI_BUS_ID`. Under MIG the models differ.
     """
-    known = {gpu.uuid: gpu for gpu in gpus}
+    unknown = (None,) * len(models)
     alike = len({gpu.name for gpu in gpus}) == 1
-    if alike or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        known |= {str(index): gpu for index, gpu in enumerate(gpus)}
+    in_order = alike or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    by_entry = {}  # How CUDA_VISIBLE_DEVICES may name a GPU.
+    for index, gpu in enumerate(gpus):
+        by_entry[gpu.uuid] = gpu
+        if in_order:
+            by_entry[str(index)] = gpu
+
     every = ",".join(map(str, range(len(gpus))))
-    entries = environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    shown = [known[entry.strip()] for entry in entries if entry.strip() in known]
-    certain = [_plain(gpu.name) for gpu in shown] == list(map(_plain, models))
-    return tuple(shown) if certain and len(shown) == len(entries) else (None,) * len(models)
+    shown = []
+    for entry in environ.get("CUDA_VISIBLE_DEVICES", every).split(","):
+        if entry.strip() not in by_entry:
+            return unknown
+        shown.append(by_entry[entry.strip()])
+    if [_plain(gpu.name) for gpu in shown] != [_plain(model) for model in models]:
+        return unknown
+    return tuple(shown)
 
 
 def _plain(model: str | None) -> str:

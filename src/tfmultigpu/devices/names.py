@@ -20,7 +20,9 @@ def parse_device_name(name: str) -> str:
     """Shortens a device name of TensorFlow to `"GPU:0"`, without job, replica and task."""
     if not isinstance(name, str):
         inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
-        short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{name}"
+        short = f"GPU:{name}"
+        if isinstance(inside, str):
+            short = parse_device_name(inside)
         raise TypeError(f'A device name is a string. Write "{short}". Received: name={name!r}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
@@ -41,11 +43,16 @@ def resolve_devices(
     if isinstance(asked, (int, Real)):
         count = check_count("devices", asked, other="a list of names")
         if count > len(here):
-            last = f"{here[0].split(':')[0] if here else 'GPU'}:{count - 1}"
+            kind = "GPU"
+            if here:
+                kind = here[0].split(":")[0]
+            last = f"{kind}:{count - 1}"
             raise _not_found(f"{count} devices, but only {len(here)} exist", [last], here, no_gpu)
         return here[:count]
-    asked = [asked] if isinstance(asked, str) else asked
-    asked = sorted(asked) if isinstance(asked, (set, frozenset)) else asked  # Sets have no order.
+    if isinstance(asked, str):
+        asked = [asked]
+    elif isinstance(asked, (set, frozenset)):
+        asked = sorted(asked)  # Sets have no order.
     names = tuple(map(parse_device_name, asked))
     if not names:
         raise ValueError(
@@ -61,30 +68,35 @@ def resolve_devices(
     missing = [name for name in names if name not in here]
     if missing:
         text = f"{listed(names)}, but not here: {listed(missing)}"
-        is_gpu = any(name.startswith("GPU:") for name in missing)
-        raise _not_found(text, missing, here, no_gpu if is_gpu else None)
+        if not any(name.startswith("GPU:") for name in missing):
+            no_gpu = None
+        raise _not_found(text, missing, here, no_gpu)
     return names
 
 
 def _not_found(
     asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None
 ) -> DeviceNotFoundError:
-    text = (
-        f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
-        "for ever, or use the CPU without a message. "
-    )
-    text += f"Write {list(here)!r}, or some of these." if here else "Leave devices out."
-    text += f" No more GPUs: {no_gpu}." if no_gpu else ""
+    write = "Leave devices out."
+    if here:
+        write = f"Write {list(here)!r}, or some of these."
+    if no_gpu:
+        write += f" No more GPUs: {no_gpu}."
     alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
     if len(alike) == 1:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)
-        text += (
+        write += (
             " To try several replicas on one device, which is no faster, write as the first line "
             f'tmg.split_device("{alike[0]}", parts={parts}).'
         )
-    return DeviceNotFoundError(text)
+    return DeviceNotFoundError(
+        f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
+        "for ever, or use the CPU without a message.",
+        "",
+        write,
+    )
 
 
 def listed(names: Sequence[str]) -> str:
     """Joins names for a message; `"none"` if there are none."""
-    return ", ".join(names) if names else "none"
+    return ", ".join(names) or "none"

@@ -138,10 +138,10 @@ class BatchFunction:
         parts = self.strategy.experimental_local_results(leaf)
         if len(parts) != len(self._local) or parts[0] is leaf:
             raise DataError(
-                "The batch was distributed for another strategy than the step was made for. "
-                f"Received: {type(leaf).__name__} for {type(self.strategy).__name__} with "
-                f"{self.strategy.num_replicas_in_sync} replica(s). Give both the same strategy: "
-                "make_train_step(..., strategy)."
+                "The batch was distributed for another strategy than the step was made for.",
+                f"{type(leaf).__name__} for {type(self.strategy).__name__} with "
+                f"{self.strategy.num_replicas_in_sync} replica(s)",
+                "Give both the same strategy: make_train_step(..., strategy).",
             )
         return parts
 
@@ -149,20 +149,21 @@ class BatchFunction:
         """The offsets of a batch that something else cut, which then holds each row once."""
         if tf.inside_function():
             raise DataError(
-                "Inside a tf.function the step does not know how many rows the global batch has. "
-                "Received: a batch that was an argument of the function, or one of TensorFlow's "
-                "own iterator, as of strategy.experimental_distribute_dataset. Write iterator = "
-                "iter(tmg.distribute_dataset(dataset, strategy)), pass it into the function, and "
-                "call step(next(iterator)) there; or call step(batch) outside."
+                "Inside a tf.function the step does not know how many rows the global batch has.",
+                "a batch that was an argument of the function, or one of TensorFlow's own "
+                "iterator, as of strategy.experimental_distribute_dataset",
+                "Write iterator = iter(tmg.distribute_dataset(dataset, strategy)), pass it into "
+                "the function, and call step(next(iterator)) there; or call step(batch) outside.",
             )
         counts = [int(count_rows(shard)) for shard in local]
         told = WorkerExchange(self.strategy)("the rows of a batch", counts)
         everywhere = told.ravel().tolist()  # Workers, and their replicas, are in order.
         if 0 in everywhere:
             raise DataError(
-                f"Replica {everywhere.index(0)} got no rows. Received: shards of {everywhere} "
-                "rows. Give step(batch) the batches of tmg.distribute_dataset as they are: the "
-                "step computes one of fewer rows than replicas on all of them."
+                f"Replica {everywhere.index(0)} got no rows.",
+                f"shards of {everywhere} rows",
+                "Give step(batch) the batches of tmg.distribute_dataset as they are: the step "
+                "computes one of fewer rows than replicas on all of them.",
             )
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
 
@@ -205,11 +206,11 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
     in_replica = tf.distribute.get_replica_context() is not None
     if tf.distribute.has_strategy() and (in_replica or current is not strategy):
         raise ScopeError(
-            "A step runs on all replicas of its strategy by itself. Received: a call "
-            f"{'on a replica' if in_replica else 'in the scope'} of {type(current).__name__} with "
-            f"{current.num_replicas_in_sync} replica(s), of a step for {type(strategy).__name__} "
-            f"with {strategy.num_replicas_in_sync}. Call step(batch) beside strategy.run, outside "
-            "of the scope of another strategy."
+            "A step runs on all replicas of its strategy by itself.",
+            f"a call {'on a replica' if in_replica else 'in the scope'} of "
+            f"{type(current).__name__} with {current.num_replicas_in_sync} replica(s), of a step "
+            f"for {type(strategy).__name__} with {strategy.num_replicas_in_sync}",
+            "Call step(batch) beside strategy.run, outside of the scope of another strategy.",
         )
 
 
@@ -219,10 +220,11 @@ def _tensors(leaves: list[Any]) -> list[Any]:
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is not None and tf.TensorShape(array.shape).rank == 0:
             raise DataError(
-                "A batch is a tensor or a tuple or dict of tensors with rows. Received: "
-                f"{type(leaf).__name__} {leaf!r} inside it. Give an element of "
-                "tmg.distribute_dataset(dataset.batch(global_batch_size), strategy). A value that "
-                "is the same for all rows is read by the model or the forward, not from the batch."
+                "A batch is a tensor or a tuple or dict of tensors with rows.",
+                f"{type(leaf).__name__} {leaf!r} inside it",
+                "Give an element of tmg.distribute_dataset(dataset.batch(global_batch_size), "
+                "strategy). A value that is the same for all rows is read by the model or the "
+                "forward, not from the batch.",
             )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]

@@ -49,8 +49,9 @@ def prepare_model(
     if stateful and strategy.num_replicas_in_sync > 1:
         raise ScopeError(
             "A stateful layer carries the state of each row to the next batch, in which the row "
-            f"may be on another replica. Received: layers {stateful}. Drop stateful=True, or train "
-            "on one device: tmg.create_strategy(devices=1)."
+            "may be on another replica.",
+            f"layers {stateful}",
+            "Drop stateful=True, or train on one device: tmg.create_strategy(devices=1).",
         )
 
 
@@ -77,10 +78,11 @@ def _build(model: KerasModel, batch_spec: BatchSpec) -> None:
         # A model that was called, and whose call works on real tensors alone, is built whole.
         if not (model.built and model.variables):
             raise ScopeError(
-                f"The model has no variables yet and could not be built from the batch: {error} "
-                f"Received: model {model.name!r}, batch {batch_spec}, whose first axis is "
-                "examples: dataset.batch(global_batch_size). Or call it once inside the scope, "
-                "which builds every layer: with strategy.scope(): model(x[:1])."
+                f"The model has no variables yet and could not be built from the batch: {error}",
+                f"model {model.name!r}, batch {batch_spec}, whose first axis is examples: "
+                "dataset.batch(global_batch_size)",
+                "Or call it once inside the scope, which builds every layer: with "
+                "strategy.scope(): model(x[:1]).",
             ) from error
     _passed_over.update(layer for layer in _compat.layers_inside(model) if not layer.built)
 

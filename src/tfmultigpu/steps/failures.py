@@ -10,13 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS
-from tfmultigpu.data.batch_format import (
-    GATHERED,
-    NOT_ROWS,
-    OTHER_WIDTHS,
-    as_data_error,
-    with_values,
-)
+from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
@@ -72,16 +66,22 @@ def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> E
     if isinstance(error, exhausted) or (isinstance(error, tf.errors.InternalError) and line):
         return _out_of_memory(line or error.message, strategy, count_rows)
     if GATHERED in error.message and "same size and shape" in error.message:
-        return LossError(OTHER_WIDTHS)
-    if OTHER_ROWS in error.message:
-        return LossError(OTHER_ROWS)
-    if NOT_ROWS in error.message:
-        return LossError(with_values(NOT_ROWS, error.message))
+        return LossError(
+            "gather_rows adds the rows of all replicas, so they need one shape.",
+            "rows of other shapes on other replicas: to_tensor() makes ragged rows as wide as the "
+            "longest on each",
+            "Write value.to_tensor(shape=[None, 100]), one width for all.",
+        )
+    for known in (OTHER_ROWS, NOT_ROWS):
+        if known.failed_in(error.message):
+            return known.as_error(LossError, error.message)
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
             "Two strategies over different devices have added by TensorFlow's collectives: it "
-            "aborts both, and whatever else adds so, until the process restarts. Restart, and make "
-            "the strategies with tmg.create_strategy(devices=...), which avoids that."
+            "aborts both, and whatever else adds so, until the process restarts.",
+            "",
+            "Restart, and make the strategies with tmg.create_strategy(devices=...), which avoids "
+            "that.",
         )
     return as_data_error(error)
 
@@ -94,10 +94,11 @@ def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Any)
         for replica, name in zip(local_replicas(strategy), names, strict=False):
             if name.upper().endswith(f":{device}"):
                 where = f"Replica {replica} ({device})"
-    batch = "" if count_rows is None else f" a global batch of {int(count_rows())} rows;"
+    batch = "" if count_rows is None else f"a global batch of {int(count_rows())} rows; "
     return OutOfMemoryError(
-        f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
-        "in parts, with the same result: make_train_step(..., micro_batches=2), or more; give a "
-        "smaller device a smaller share: distribute_dataset(..., shares=...); or see what fits: "
-        "tmg.find_batch_size."
+        f"{where} has not enough memory for this step.",
+        f"{batch}{line.strip()}",
+        "Compute it in parts, with the same result: make_train_step(..., micro_batches=2), or "
+        "more; give a smaller device a smaller share: distribute_dataset(..., shares=...); or see "
+        "what fits: tmg.find_batch_size.",
     )

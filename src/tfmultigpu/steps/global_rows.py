@@ -86,7 +86,7 @@ def gather_rows(tensor: Any) -> Any:
     here = _rows_here() if alone else _known_rows("gather_rows")
     if here is not None and here.parts is not None:
         raise LossError(
-            "gather_rows would see the rows of one micro-batch only. Write micro_batches=1."
+            "gather_rows would see the rows of one micro-batch only.", "", "Write micro_batches=1."
         )
     tensors = [_as_rows(leaf) for leaf in tf.nest.flatten(tensor)]
     if here is None or alone:
@@ -127,9 +127,11 @@ def _known_rows(function: str) -> Rows:
     here = _rows_here()
     if here is None:
         raise LossError(
-            f"tmg.{function} is called where the global batch is not known. Call it in the loss or "
-            "the forward=f of a step, or in strategy.run(f, args=(batch,)) for batch in "
-            "tmg.distribute_dataset(...); a tf.function of your own calls next(iterator)."
+            f"tmg.{function} is called where the global batch is not known.",
+            "",
+            "Call it in the loss or the forward=f of a step, or in strategy.run(f, args=(batch,)) "
+            "for batch in tmg.distribute_dataset(...); a tf.function of your own calls "
+            "next(iterator).",
         )
     return here
 
@@ -141,10 +143,11 @@ def _as_rows(value: Any) -> Any:
     is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
     if composite or not is_number or tensor.shape.rank == 0:
         raise LossError(
-            "gather_rows takes dense tensors of numbers or truth values, with a first axis of rows."
-            f" Received: {type(value).__name__} of dtype {dtype.name} and shape {tensor.shape}. "
+            "gather_rows takes dense tensors of numbers or truth values, with a first axis of "
+            "rows.",
+            f"{type(value).__name__} of dtype {dtype.name} and shape {tensor.shape}",
             "Gather numbers for each example. Rows of a ragged tensor need one width on all "
-            "replicas: value.to_tensor(shape=[None, 100])."
+            "replicas: value.to_tensor(shape=[None, 100]).",
         )
     return tensor
 
@@ -155,7 +158,7 @@ def _among_zeros(here: Rows, tensor: Any) -> Any:
     with tf.device("CPU:0"):  # Shapes are decided there.
         first, count, total = (tf.cast(n, tf.int32) for n in here[:3])
         # Not tf.debugging.Assert, which makes two branches of it.
-        data = [NOT_ROWS, tf.stack([size, count])]
+        data = [NOT_ROWS.text, tf.stack([size, count])]
         with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):
             edges = tf.stack([first, total - first - size])
         paddings = tf.concat([edges[None], tf.zeros([rank - 1, 2], tf.int32)], 0)

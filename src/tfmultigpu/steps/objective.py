@@ -66,7 +66,8 @@ class Forward:
         if forward is not None and (loss is not None or not callable(forward)):
             raise LossError(
                 "Give either a loss, or forward=f(model, batch, training), which returns the "
-                f"LossSum itself. Received: loss={loss!r} and forward={forward!r}."
+                "LossSum itself.",
+                f"loss={loss!r} and forward={forward!r}",
             )
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         losses = tf.nest.map_structure(
@@ -145,10 +146,12 @@ def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[An
     if any(gradient is not None for gradient in dependent):
         raise LossError(
             "What the loss is divided by depends on trained variables, and a step differentiates "
-            "the sum alone. Received: a weight that has a gradient. Write tf.stop_gradient(weight) "
-            "if it is to be a constant; else divide by the sum over all replicas: total = "
-            "tf.reduce_sum(tmg.gather_rows(weights)); tmg.LossSum(tf.reduce_sum(weights * values) "
-            "/ total * rows.total, rows.count) with rows = tmg.rows()."
+            "the sum alone.",
+            "a weight that has a gradient",
+            "Write tf.stop_gradient(weight) if it is to be a constant; else divide by the sum "
+            "over all replicas: total = tf.reduce_sum(tmg.gather_rows(weights)); "
+            "tmg.LossSum(tf.reduce_sum(weights * values) / total * rows.total, rows.count) with "
+            "rows = tmg.rows().",
         )
 
 
@@ -169,9 +172,10 @@ def penalty_of(variable: KerasVariable, assigned: Any = None) -> tuple[Any, Any]
     gradient = tape.gradient(penalty, value)
     if others := [read.name for read in tape.watched_variables()]:
         raise LossError(
-            "A regularizer gets the value of its own variable, and this one reads others, "
-            f"whose gradient would be lost. Received: {variable.path!r}, whose regularizer "
-            f"reads {others}. Add that penalty in a layer: self.add_loss(penalty)."
+            "A regularizer gets the value of its own variable, and this one reads others, whose "
+            "gradient would be lost.",
+            f"{variable.path!r}, whose regularizer reads {others}",
+            "Add that penalty in a layer: self.add_loss(penalty).",
         )
     return penalty, gradient
 
@@ -191,10 +195,10 @@ def _check_variables(variables: Any, model: KerasModel) -> tuple[Any, ...]:
 def _term_of_output(output: Output) -> LossTerm:
     if output.y_true is None:
         raise LossError(
-            "There is a loss but no labels. Received: y=None"
-            f"{'' if output.name is None else f' of output {output.name!r}'}. Give batches (x, y) "
-            "or (x, y, sample_weight), tuples, for a list is x alone; or, for a loss without "
-            "labels, forward=f(model, batch, training)."
+            "There is a loss but no labels.",
+            f"y=None{'' if output.name is None else f' of output {output.name!r}'}",
+            "Give batches (x, y) or (x, y, sample_weight), tuples, for a list is x alone; or, for "
+            "a loss without labels, forward=f(model, batch, training).",
         )
     term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
     return dataclasses.replace(term, name=output.name, factor=output.factor)
@@ -214,9 +218,11 @@ def _term_of_forward(result: Any) -> LossTerm:
     if not isinstance(result, LossSum) or tf.convert_to_tensor(result.sum).shape.rank != 0:
         raise LossError(
             "forward returns a sum over its rows and the weight that divides it, so that replicas "
-            f"can be added. Received: {result!r}. Return tmg.loss_sum(loss, y_true, y_pred) or "
-            "tmg.LossSum(tf.reduce_sum(values), count). For the logs of fit update a "
-            "keras.metrics.Mean in it, an attribute of the model."
+            "can be added.",
+            repr(result),
+            "Return tmg.loss_sum(loss, y_true, y_pred) or tmg.LossSum(tf.reduce_sum(values), "
+            "count). For the logs of fit update a keras.metrics.Mean in it, an attribute of the "
+            "model.",
         )
     # Half precision cannot count many rows.
     wide = tf.float64 if tf.convert_to_tensor(result.sum).dtype == tf.float64 else tf.float32

@@ -50,8 +50,10 @@ def match_outputs(
     factors = [1.0 if f is None else f for f in _spread(loss_weights, keys, "loss_weights")]
     if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise LossError(
-            f"loss_weights are numbers, which a step takes in once. Received: {factors!r}. For a "
-            "weight that changes write forward=f(model, batch, training), which reads a variable."
+            "loss_weights are numbers, which a step takes in once.",
+            repr(factors),
+            "For a weight that changes write forward=f(model, batch, training), which reads a "
+            "variable.",
         )
     columns = (
         keys,
@@ -78,9 +80,9 @@ def _spread(value: Any, keys: Sequence[Any], what: str, *, shared: bool = True) 
     outputs = "one output" if keys == [None] else f"{len(keys)} outputs {list(keys)}"
     given = list(value) if several else value
     raise LossError(
-        f"The model has {outputs}, and the {what} do not fit. Received: "
-        f"{tf.type_spec_from_value(given) if tf.is_tensor(given) else given!r}. Give one per "
-        "output: a list in their order, or a dict by name."
+        f"The model has {outputs}, and the {what} do not fit.",
+        repr(tf.type_spec_from_value(given) if tf.is_tensor(given) else given),
+        "Give one per output: a list in their order, or a dict by name.",
     )
 
 
@@ -95,9 +97,10 @@ class StepMetrics:
         """Use it for metrics: a sequence, or a dict or list by output; and the forward pass."""
         if forward.forward is not None and tf.nest.flatten(plain):
             raise LossError(
-                "With forward the step sees no labels and predictions, so it cannot update metrics."
-                f" Received: metrics={plain!r}. Call metric.update_state(y_true, y_pred) "
-                "inside forward instead."
+                "With forward the step sees no labels and predictions, so it cannot update "
+                "metrics.",
+                f"metrics={plain!r}",
+                "Call metric.update_state(y_true, y_pred) inside forward instead.",
             )
         weighted = forward.objective.weighted_metrics
         self._plain, self._weighted, self._strategy = plain, weighted, strategy
@@ -153,7 +156,9 @@ def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
     if not takes_labels:
         raise LossError(
             "A metric of a step is a keras.metrics.Metric that compares labels with predictions: "
-            f"update_state(y_true, y_pred). Received: {metric!r}. The loss is in the logs of each "
-            "step; other values come from forward, or from the logs."
+            "update_state(y_true, y_pred).",
+            repr(metric),
+            "The loss is in the logs of each step; other values come from forward, or from the "
+            "logs.",
         )
     check_scope(metric.variables, strategy, "metric")

@@ -186,9 +186,10 @@ def train_replica(
             terms, outputs = step.forward(shard, training=True)
             if not terms:
                 raise LossError(
-                    "There is nothing to minimise: no loss was given and no layer adds one. "
-                    "Received: loss=None. For fit write model.compile(loss='mse') or another "
-                    "loss, for a step make_train_step(model, optimizer, 'mse'), or forward=f."
+                    "There is nothing to minimise: no loss was given and no layer adds one.",
+                    "loss=None",
+                    "For fit write model.compile(loss='mse') or another loss, for a step "
+                    "make_train_step(model, optimizer, 'mse'), or forward=f.",
                 )
             layout = Layout.of(terms)
             targets = layout.targets(terms, total, rows.weight, factor)

@@ -109,8 +109,9 @@ def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
         if parts[0].shape.rank == 0:
             raise DataError(
                 "The model returns one value for a batch, and each replica has a part of the "
-                f"batch. Received: an output of shape () on each of {replicas} replicas. Return "
-                "one value for each example: tf.reduce_mean(values, axis=-1)."
+                "batch.",
+                f"an output of shape () on each of {replicas} replicas",
+                "Return one value for each example: tf.reduce_mean(values, axis=-1).",
             )
         if len(parts) < replicas:
             return gather_rows(strategy, per_replica(strategy, list(parts)))

@@ -260,11 +260,15 @@ class Runner:
         if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
             what = "step.run takes an iterator, which remembers where it is."
             if isinstance(iterator, tf.distribute.DistributedIterator):
-                what = "step.run reads the batches of tmg.distribute_dataset, and this iterator is "
-                what += "TensorFlow's own: it does not know how many rows a global batch has."
+                what = (
+                    "step.run reads the batches of tmg.distribute_dataset, and this iterator is "
+                    "TensorFlow's own: it does not know how many rows a global batch has."
+                )
             raise DataError(
-                f"{what} Received: {type(iterator).__name__}. Write iterator = "
-                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+                what,
+                type(iterator).__name__,
+                "Write iterator = iter(tmg.distribute_dataset(dataset, strategy)), then "
+                "step.run(iterator, steps).",
             )
         if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
             check_count("steps", steps, error=ValueError)
@@ -276,9 +280,10 @@ class Runner:
             return iterator, structure_of(iterator.element_spec), split
         if iterator.cut.strategy is not self.strategy:
             raise DataError(
-                f"Received: data for {describe(iterator.cut.strategy)}; a step for "
-                f"{describe(self.strategy)}. Give distribute_dataset and make_train_step the same "
-                "strategy: tmg.distribute_dataset(dataset, strategy)."
+                "The data was distributed for another strategy than the step was made for.",
+                f"data for {describe(iterator.cut.strategy)}; a step for {describe(self.strategy)}",
+                "Give distribute_dataset and make_train_step the same strategy: "
+                "tmg.distribute_dataset(dataset, strategy).",
             )
         return iterator.source, iterator.cut, iterator.cut.split
 

@@ -148,7 +148,7 @@ class Layout:
             # tf.debugging.Assert would add two branches.
             tf.raw_ops.Assert(
                 condition=abs(weight / tf.cast(rows * term.per_row, weight.dtype) - 1) < 1e-3,
-                data=[OTHER_ROWS, weight, rows],
+                data=[OTHER_ROWS.text, weight, rows],
             )
             for term, weight in zip(self.own, weights, strict=True)
             if term.per_row is not None

@@ -32,10 +32,10 @@ def check_gradients(variables: list[KerasVariable], gradients: list[Any]) -> Non
     without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
     if variables and len(without) == len(variables):
         raise LossError(
-            "No gradient reaches any trainable variable, so no step would change anything. "
-            f"Received: variables {without[:5]}. Compute the loss from the model's outputs by "
-            "operations that have a gradient: not by tf.stop_gradient, tf.argmax, tf.round, "
-            "a cast to integers or numpy."
+            "No gradient reaches any trainable variable, so no step would change anything.",
+            f"variables {without[:5]}",
+            "Compute the loss from the model's outputs by operations that have a gradient: not by "
+            "tf.stop_gradient, tf.argmax, tf.round, a cast to integers or numpy.",
         )
     if without:
         warn(

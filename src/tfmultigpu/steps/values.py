@@ -214,9 +214,10 @@ class Trace:
         if strange or places != self.places:
             raise TfMultiGpuError(
                 "The model does something else each time that it is traced, and replicas and "
-                f"micro-batches must all do the same. Received: {strange or 'other gradients'}. "
-                "Create seed generators, metrics and variables once, in the scope of the strategy, "
-                "not in call or forward: seeds = keras.random.SeedGenerator(seed)."
+                "micro-batches must all do the same.",
+                f"{strange or 'other gradients'}",
+                "Create seed generators, metrics and variables once, in the scope of the "
+                "strategy, not in call or forward: seeds = keras.random.SeedGenerator(seed).",
             )
 
 

@@ -29,8 +29,9 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     its memory. A step keeps the way it was traced with.
     """
     devices = strategy.extended.worker_devices
-    share = _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
-    return share if _forced is None else _forced
+    if _forced is not None:
+        return _forced
+    return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 
 def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
@@ -39,7 +40,9 @@ def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
     TensorFlow numbers collectives on each device when a function is called, and those of one number
     meet. In two calls at one time, replicas would add what the other model computed.
     """
-    return [lock_of(strategy, "calls")] if _compat.numbers_collectives(strategy) else []
+    if not _compat.numbers_collectives(strategy):
+        return []
+    return [lock_of(strategy, "calls")]
 
 
 def sum_over_replicas(
@@ -69,8 +72,12 @@ def sum_over_replicas(
         return [summed[i] for i in range(len(tensors))]
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
-    local = [strategy.experimental_local_results(result) for result in results]
-    return [[result[r] for result in local] for r in range(len(values))]
+    of_replicas: list[list[tf.Tensor]] = [[] for _ in values]
+    for result in results:
+        parts = strategy.experimental_local_results(result)
+        for of_replica, part in zip(of_replicas, parts, strict=True):
+            of_replica.append(part)
+    return of_replicas
 
 
 def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
@@ -80,12 +87,17 @@ def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     """
     *gradients, last = range(len(tensors))
     messages: list[list[int]] = [[]]
+    size = 0  # The bytes of the last message.
     for i in reversed(gradients):
-        if sum(_bytes(tensors[j]) for j in messages[-1]) >= _MESSAGE:
+        if size >= _MESSAGE:
             messages.append([])
+            size = 0
         messages[-1].append(i)
+        size += _bytes(tensors[i])
     messages[-1].append(last)
-    return [sorted(message) for message in messages]
+    for message in messages:
+        message.sort()
+    return messages
 
 
 @contextmanager
@@ -94,13 +106,15 @@ def refusing_to_meet(error: Exception) -> Iterator[None]:
     context: Any = tf.distribute.get_replica_context()
     refused: list[bool] = []
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_: object, **__: object) -> None:
         refused.append(True)
         raise error
 
-    several = context.num_replicas_in_sync > 1
+    attributes = {}
+    if context.num_replicas_in_sync > 1:
+        attributes["merge_call"] = refuse  # All ways to wait for the others call it.
     try:
-        with setting(context, **({"merge_call": refuse} if several else {})):  # All ways call it.
+        with setting(context, **attributes):
             yield
     except Exception as raised:
         if refused and raised is not error:  # Keras puts words of its own around it.
@@ -121,7 +135,7 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
     return [add_on_device(parts, device) for device, *parts in zip(devices, *values, strict=True)]
 
 
-def add_on_device(parts: Sequence[Any], device: str) -> tf.Tensor:
+def add_on_device(parts: Sequence[tf.Tensor | None], device: str) -> tf.Tensor:
     """Adds the tensors of replicas that are not None on a device."""
     present = [part for part in parts if part is not None]
     with tf.device(device):
@@ -144,9 +158,16 @@ def sum_over_workers(
     add = _compat.additions_over_workers(strategy)
     for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
         # Small ones travel together; a large one is not copied to be packed.
-        large = [i for i in chosen if _bytes(values[i]) >= _LARGE]
-        small = [i for i in chosen if i not in large]
-        packs = [[values[i] for i in small]] * bool(small) + [[values[i]] for i in large]
+        small: list[int] = []
+        large: list[int] = []
+        for i in chosen:
+            if _bytes(values[i]) >= _LARGE:
+                large.append(i)
+            else:
+                small.append(i)
+        packs = [[values[i]] for i in large]
+        if small:
+            packs.insert(0, [values[i] for i in small])
         added.update(zip([*small, *large], add[owner](packs), strict=True))
     return [added[i] for i in range(len(values))]
 
@@ -170,8 +191,10 @@ def _bytes(tensor: tf.Tensor) -> int:
 def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds tensors over all replicas in a replica context: one ``all_reduce`` for each dtype."""
     reduced: dict[int, tf.Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # It takes one dtype a call.
-        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    numbers: dict[tf.DType, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        numbers.setdefault(tensor.dtype, []).append(i)
+    for chosen in numbers.values():  # It takes one dtype a call.
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
         reduced.update(zip(chosen, sums, strict=True))
     return [reduced[i] for i in range(len(tensors))]

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -19,6 +19,10 @@ from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
+
+if TYPE_CHECKING:
+    from tfmultigpu.addons.workers.cluster import Cluster
+    from tfmultigpu.addons.workers.scheduler import Scheduler
 
 _log = logging.getLogger("tfmultigpu")
 _distribute: Any = tf.distribute
@@ -34,7 +38,7 @@ def plan_strategy(
     devices: int | str | Sequence[str] | None = None,
     communication: Communication = "auto",
     *,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
 ) -> StrategyPlan:
     """Returns what ``create_strategy`` would create with the same arguments, and why.
 
@@ -54,7 +58,7 @@ def create_strategy(
     fallback: bool = True,
     startup_timeout: float = 60.0,
     *,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
 ) -> Strategy:
     """Creates the strategy for the devices of this machine.
 
@@ -118,8 +122,15 @@ def create_strategy(
     return strategy
 
 
+def known_schedulers() -> tuple[Scheduler, ...]:
+    """Returns what may describe a cluster to this process."""
+    from tfmultigpu.addons.workers.sources import SCHEDULERS
+
+    return SCHEDULERS
+
+
 def _look_around(
-    prefer: str, devices: int | str | Sequence[str] | None, cluster: Any
+    prefer: str, devices: int | str | Sequence[str] | None, cluster: Cluster | None
 ) -> MachineInfo:
     # The add-on is asked for by whoever may train on several workers.
     from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
@@ -143,7 +154,7 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
     if not fallback:
         raise StrategyUnavailableError(
-            f"{what} Change that argument, or pass fallback=True to run {taken}."
+            what, "", f"Change that argument, or pass fallback=True to run {taken}."
         )
     warnings.warn(
         f"{what} Running {taken} instead. Pass fallback=False to get an error.",
@@ -152,19 +163,24 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     )
 
 
-def _join(cluster: Any, plan: StrategyPlan, timeout: float) -> Strategy:
+def _join(cluster: Cluster | None, plan: StrategyPlan, timeout: float) -> Strategy:
     from tfmultigpu.addons.workers.joining import join
 
+    assert cluster is not None, "the plan has found one"
     if process_state.cluster is not None:
         raise ClusterError(
             f"This process has joined a cluster already, as {process_state.cluster}, and "
-            "TensorFlow hangs a second time. Use the first strategy again."
+            "TensorFlow hangs a second time.",
+            "",
+            "Use the first strategy again.",
         )
-    too_late = (
-        "TensorFlow had started its devices before create_strategy, with the first tensor, "
-        "dataset, Keras object or strategy, and cannot join a cluster after that. Move "
-        "create_strategy up, directly after the imports"
-    )
-    problem = too_late if devices_started() else None
+    problem = None
+    if devices_started():
+        problem = ClusterError(
+            "TensorFlow had started its devices before create_strategy, with the first tensor, "
+            "dataset, Keras object or strategy, and cannot join a cluster after that.",
+            "",
+            "Move create_strategy up, directly after the imports.",
+        )
     strategy: Strategy = join(cluster, plan.devices, plan.communication, timeout, problem)
     return strategy

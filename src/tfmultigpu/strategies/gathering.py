@@ -6,17 +6,21 @@ elements. Everything else travels as bytes: serialized, sent as int32, and parse
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.strategies.process_state import explaining_lost_workers
+from tfmultigpu.types import Shard
 
+_Array: TypeAlias = np.ndarray[Any, Any]
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: bool = False) -> Any:
+def gather_rows(
+    strategy: tf.distribute.Strategy, value: Shard, *, may_be_empty: bool = False
+) -> Shard:
     """Returns the rows of all replicas, in their order, on every worker; call it outside ``run``.
 
     ``value`` is per replica: dense, ragged or sparse tensors of any dtype. Their row counts may
@@ -35,7 +39,7 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
         if first.dtype in _SENT and not may_be_empty:
             return strategy.gather(value, axis=0)
         texts = strategy.run(_as_numbers, args=(value,))
-        numbers, sizes = (strategy.gather(part, axis=0) for part in texts)
+        numbers, sizes = strategy.gather(texts[0], axis=0), strategy.gather(texts[1], axis=0)
         with tf.device("CPU:0"):
             sent = tf.numpy_function(_texts, [numbers, sizes], tf.string, stateful=False)
             each = tf.unstack(sent, num=strategy.num_replicas_in_sync)
@@ -44,7 +48,7 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: b
             return rows
 
 
-def _gather_sparse(strategy: tf.distribute.Strategy, value: Any) -> tf.SparseTensor:
+def _gather_sparse(strategy: tf.distribute.Strategy, value: Shard) -> tf.SparseTensor:
     """Gathers sparse tensors, as wide as the widest of them."""
 
     def parts_of(tensor: tf.SparseTensor) -> tuple[tf.Tensor, ...]:
@@ -59,7 +63,7 @@ def _gather_sparse(strategy: tf.distribute.Strategy, value: Any) -> tf.SparseTen
     return tf.SparseTensor(indices, values, tf.concat([rows, widths], 0))
 
 
-def _as_numbers(tensor: Any) -> tuple[Any, Any]:
+def _as_numbers(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns a tensor as text, in whole int32 numbers, and the length of that text."""
     with tf.device("CPU:0"):
         text = tf.io.serialize_tensor(tensor)
@@ -68,7 +72,7 @@ def _as_numbers(tensor: Any) -> tuple[Any, Any]:
         return tf.io.decode_raw(padded, tf.int32), size[None]
 
 
-def _texts(numbers: Any, sizes: Any) -> Any:
+def _texts(numbers: _Array, sizes: _Array) -> _Array:
     """Returns the text of each replica."""
     parts = np.split(numbers, np.cumsum((sizes + 3) // 4)[:-1])
     texts = [part.tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -25,11 +25,14 @@ from tfmultigpu.strategies.topology import describe, local_replicas
 OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigpu_copies"
 
 
+_Result = TypeVar("_Result")
+
+
 class _Mark(NamedTuple):
     """What is known of the batch that ``run`` was called with."""
 
-    offsets: Any = None
-    whole: Any = None
+    offsets: tf.Tensor | None = None
+    whole: tf.Tensor | None = None
 
 
 class _Eager(threading.local):
@@ -76,13 +79,13 @@ class _Running:
         else:
             self.by_graph[key] = before
 
-    def telling(self, function: Callable[..., Any], mark: _Mark) -> Callable[..., Any]:
+    def telling(self, function: Callable[..., _Result], mark: _Mark) -> Callable[..., _Result]:
         """Returns the function of an eager ``run``, which tells the mark to its thread."""
         # TensorFlow traces one of these for all replicas, and would not know it in a wrapper.
         if isinstance(function, tf.types.experimental.PolymorphicFunction):
             return function
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def told(*args: object, **kwargs: object) -> _Result:
             self.eager.marks.append(mark)
             try:
                 return function(*args, **kwargs)
@@ -100,13 +103,16 @@ def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
         strategy.run = types.MethodType(_run, strategy)
 
 
-def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
+def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[tf.Tensor | None, tf.Tensor | None]:
     """Returns the offsets of all shards of the batch that ``strategy.run`` is called with now.
 
     If one replica has it all, returns a tensor of it instead, as the second of two values.
     """
     running = attached(strategy).running
-    return (None, None) if running is None else running.mark()
+    if running is None:
+        return None, None
+    mark: _Mark = running.mark()
+    return mark
 
 
 def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +130,7 @@ def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _mark_of(strategy: Any, *arguments: Any) -> _Mark | None:
+def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> _Mark | None:
     """Returns the mark of a batch among the arguments of ``run``; None if there is none."""
     leaves = tf.nest.flatten(arguments)
     offsets = next((getattr(leaf, OFFSETS) for leaf in leaves if hasattr(leaf, OFFSETS)), None)
@@ -134,14 +140,18 @@ def _mark_of(strategy: Any, *arguments: Any) -> _Mark | None:
     fits = all(len(shards) == count and not isinstance(shards[0], kind) for shards in cut)
     if not fits or (whole is not None and count > 1):
         raise DataError(
-            "The batch was cut for another strategy, so rows would be lost, or be on every replica."
-            f" Received: the run of {describe(strategy)}, and a batch for another number of them. "
-            "Give both the same strategy: tmg.distribute_dataset(dataset, strategy)."
+            "The batch was cut for another strategy, so rows would be lost, or be on every "
+            "replica.",
+            f"the run of {describe(strategy)}, and a batch for another number of them",
+            "Give both the same strategy: tmg.distribute_dataset(dataset, strategy).",
         )
     if count < strategy.num_replicas_in_sync and any(hasattr(leaf, REDUCED) for leaf in leaves):
         raise TfMultiGpuError(
-            "An optimizer in strategy.run would add gradients over the workers once more. Received:"
-            " those of GradientAccumulator.reduce as its arguments. Write after strategy.run: "
-            "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
+            "An optimizer in strategy.run would add gradients over the workers once more.",
+            "those of GradientAccumulator.reduce as its arguments",
+            "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
+            "variables).",
         )
-    return None if offsets is None and whole is None else _Mark(offsets, whole)
+    if offsets is None and whole is None:
+        return None
+    return _Mark(offsets, whole)

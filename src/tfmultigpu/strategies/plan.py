@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies.tpu import NO_TPU, Tpu
 from tfmultigpu.types import Communication, Prefer
 
+if TYPE_CHECKING:
+    from tfmultigpu.addons.workers.cluster import Cluster
+
 COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
-_ADDITIONS_OF_ONE_PROCESS = ("nccl", "one_device", "hierarchical_copy")
+_ADDITIONS_OF_ONE_PROCESS: tuple[str, ...] = ("nccl", "one_device", "hierarchical_copy")
 _Names = tuple[str, ...] | None
 
 
@@ -23,7 +26,7 @@ class MachineInfo:
 
     devices: Mapping[str, str]  # The physical device of each logical device, in order.
     tpu: Tpu = NO_TPU
-    cluster: Any = None  # A ``Cluster`` of the workers add-on.
+    cluster: Cluster | None = None
     no_cluster: str = "TF_CONFIG is not set"  # Why no cluster is described.
     nccl: bool = True
     no_more_gpus: str | None = None  # Why TensorFlow uses no more GPUs; None if it uses all.
@@ -34,7 +37,9 @@ class MachineInfo:
 
     def explained(self, statement: str) -> str:
         """Adds to a statement about GPUs why there are no more, if that is known."""
-        return f"{statement}: {self.no_more_gpus}" if self.no_more_gpus else statement
+        if not self.no_more_gpus:
+            return statement
+        return f"{statement}: {self.no_more_gpus}"
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,11 @@ class StrategyPlan:
 
     def __repr__(self) -> str:  # Also what ``print`` and a notebook show.
         """Returns the plan, one line for each question about it."""
-        count = f"{self.num_replicas} replica{'' if self.num_replicas == 1 else 's'} on"
-        count = "a replica on each core of" if self.num_replicas is None else count
+        count = f"{self.num_replicas} replicas on"
+        if self.num_replicas is None:
+            count = "a replica on each core of"
+        elif self.num_replicas == 1:
+            count = "1 replica on"
         lines = [
             f"{self.kind}: {count} {listed(self.devices)}",
             f"  because {self.reason}",
@@ -128,13 +136,17 @@ def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None
     if devices is None:
         return None
     counted = facts.of_kind("GPU") or facts.of_kind("CPU")
-    existing = counted if isinstance(devices, int) else tuple(facts.devices)
+    existing = tuple(facts.devices)
+    if isinstance(devices, int):
+        existing = counted
     names = resolve_devices(devices, existing, facts.no_more_gpus)
     kinds = {name.split(":")[0] for name in names}
     if len(kinds) > 1 or kinds == {"TPU"}:
         raise StrategyUnavailableError(
-            f"devices={list(names)!r} must be of one kind, GPUs or CPUs: every step would wait for "
-            "the slowest. A TPU is used whole: leave devices out and write prefer='tpu'."
+            f"devices={list(names)!r} must be of one kind, GPUs or CPUs: every step would wait "
+            "for the slowest.",
+            "",
+            "A TPU is used whole: leave devices out and write prefer='tpu'.",
         )
     return names
 
@@ -160,13 +172,19 @@ def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | s
     gpus = facts.of_kind("GPU")
     local = names or gpus or ("CPU:0",)
     if local != ("CPU:0",) and local != gpus[: len(local)]:
-        usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
+        usable = "CPU:0 alone"
+        if gpus:
+            usable = f"the first GPUs in order ({listed(gpus)})"
         raise StrategyUnavailableError(
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source}: "
-            f"there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES before Python starts, and "
-            "leave devices out; or train alone: prefer='mirrored'."
+            f"there TensorFlow uses {usable}.",
+            "",
+            "Set CUDA_VISIBLE_DEVICES before Python starts, and leave devices out; or train "
+            "alone: prefer='mirrored'.",
         )
-    each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"
+    each = "1 device on each"
+    if len(local) > 1:
+        each = f"{len(local)} devices on each"
     return _Offer(local, len(local) * count, f"this is {cluster}, {each}")
 
 
@@ -180,11 +198,15 @@ def _offer_mirrored(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | 
     elif prefer == "mirrored":
         chosen, reason = cpus, f"{no_gpu}; so on {len(cpus)} logical CPUs"
     else:
-        more = "; prefer='mirrored' uses the logical CPUs" if len(cpus) > 1 else ""
+        more = ""
+        if len(cpus) > 1:
+            more = "; prefer='mirrored' uses the logical CPUs"
         return f"{no_gpu}{more}"
     if len(chosen) == 1:
         only = f"{chosen[0]} is the only device, and one device has nothing to mirror"
-        return facts.explained(only) if names is None else only
+        if names is None:
+            return facts.explained(only)
+        return only
     return _Offer(chosen, len(chosen), reason)
 
 
@@ -192,14 +214,18 @@ def _offer_one_device(facts: MachineInfo, prefer: str, names: _Names) -> _Offer:
     gpus = facts.of_kind("GPU")
     if names is not None and len(names) > 1:
         raise StrategyUnavailableError(
-            f"prefer='one_device' runs on one device, but devices names {listed(names)}. Name "
-            f"one, devices={[names[0]]!r}, or write prefer='mirrored'."
+            f"prefer='one_device' runs on one device, but devices names {listed(names)}.",
+            "",
+            f"Name one, devices={[names[0]]!r}, or write prefer='mirrored'.",
         )
     if names is not None:
         return _Offer(names, 1, f"devices names {names[0]}")
     if len(gpus) > 1:
         return _Offer(gpus[:1], 1, f"{gpus[0]} is the first of {len(gpus)} GPUs")
-    why = facts.explained(f"{gpus[0]} is the only GPU" if gpus else "there is no GPU")
+    only = "there is no GPU"
+    if gpus:
+        only = f"{gpus[0]} is the only GPU"
+    why = facts.explained(only)
     return _Offer(gpus or ("CPU:0",), 1, why)
 
 
@@ -223,10 +249,16 @@ def _addition(
         return "none", "one replica has nothing to add", refused
     if kind == "tpu":
         own = "a TPU adds over its own interconnect"
-        return "tpu", own, None if asked == "auto" else own
-    possible = ("nccl", "ring") if kind == "multi_worker" else _ADDITIONS_OF_ONE_PROCESS
-    others = [way for way in COMMUNICATIONS if way not in ("auto", *possible)]
-    fails = dict.fromkeys(others, f"TensorFlow offers {listed(possible)} here")
+        if asked == "auto":
+            return "tpu", own, None
+        return "tpu", own, own
+    possible = _ADDITIONS_OF_ONE_PROCESS
+    if kind == "multi_worker":
+        possible = ("nccl", "ring")
+    fails = {}
+    for way in COMMUNICATIONS:
+        if way not in ("auto", *possible):
+            fails[way] = f"TensorFlow offers {listed(possible)} here"
     if devices[0].startswith("CPU:"):
         fails["nccl"] = facts.explained("NCCL runs on GPUs only, and these are CPUs")
     elif len({facts.devices[name] for name in devices}) < len(devices):

@@ -18,6 +18,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
+from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable
 
 _LEGACY = "tf_keras"
 
@@ -32,9 +33,9 @@ def check_backend(*given: object) -> None:
 
     if (backend := keras.config.backend()) != "tensorflow":
         raise TfMultiGpuError(
-            "tf.distribute trains Keras models on the TensorFlow backend only. Received: the "
-            f"{backend!r} backend. Before the first import of keras, set "
-            'os.environ["KERAS_BACKEND"] = "tensorflow".'
+            "tf.distribute trains Keras models on the TensorFlow backend only.",
+            f"the {backend!r} backend",
+            'Before the first import of keras, set os.environ["KERAS_BACKEND"] = "tensorflow".',
         )
     refuse_legacy_keras(*given)
 
@@ -54,10 +55,10 @@ def refuse_legacy_keras(*given: object) -> None:
             if _is_legacy(part):
                 raise TfMultiGpuError(
                     "This library trains models of Keras 3, and tf_keras is Keras 2: the two do "
-                    "not mix. Received: an object of tf_keras, "
-                    f"{getattr(part, '__name__', type(part).__name__)!r}. Write import keras, and "
-                    "keras in place of tf_keras; tf.keras is Keras 3 too where "
-                    "TF_USE_LEGACY_KERAS is not set before TensorFlow is imported."
+                    "not mix.",
+                    f"an object of tf_keras, {getattr(part, '__name__', type(part).__name__)!r}",
+                    "Write import keras, and keras in place of tf_keras; tf.keras is Keras 3 too "
+                    "where TF_USE_LEGACY_KERAS is not set before TensorFlow is imported.",
                 )
 
 
@@ -68,7 +69,7 @@ def _is_legacy(value: object) -> bool:
     return any(str(home).partition(".")[0] == _LEGACY for home in homes)
 
 
-def check_kinds(model: Any, strategy: Any, *optimizers: Any) -> None:
+def check_kinds(model: KerasModel, strategy: object, *optimizers: KerasOptimizer) -> None:
     """Checks that the model, the strategy and the optimizers of a step have the right types."""
     import keras
 
@@ -88,19 +89,20 @@ def _check_strategy(strategy: object) -> None:
     central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
     if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):
         raise StrategyUnavailableError(
-            "Replicas of this strategy share one copy of each variable, and each would update it. "
-            f"Received: {type(strategy).__name__}. Write strategy = tmg.create_strategy(), which "
-            "mirrors variables; for models larger than a device add tmg.sharded_variables()."
+            "Replicas of this strategy share one copy of each variable, and each would update it.",
+            type(strategy).__name__,
+            "Write strategy = tmg.create_strategy(), which mirrors variables; for models larger "
+            "than a device add tmg.sharded_variables().",
         )
 
 
-def _check(name: str, value: Any, kind: Any, what: str, line: str) -> None:
+def _check(name: str, value: object, kind: type, what: str, line: str) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {what}. Received: {value!r}. Write {name} = {line}.")
 
 
 def current_strategy(
-    strategy: tf.distribute.Strategy | None, function: str, model: Any = None
+    strategy: tf.distribute.Strategy | None, function: str, model: KerasModel = None
 ) -> tf.distribute.Strategy:
     """Returns the strategy given to a function; where None, ``tf.distribute.get_strategy()``."""
     if strategy is not None:
@@ -126,8 +128,10 @@ def refuse_one_device(function: str) -> None:
         received, scope = f"{len(living)} strategies, none entered: {kinds}", "the scope of one"
     raise ScopeError(
         f"{function} would run on one device: it got no strategy, and no model created in the "
-        f"scope of one. Received: {received}. {_line_for(function, scope)}\n"
-        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
+        "scope of one.",
+        received,
+        f"{_line_for(function, scope)}\n"
+        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.',
     )
 
 
@@ -147,12 +151,14 @@ def _line_for(function: str, scope: str) -> str:
     )
 
 
-def all_layers(model: Any) -> list[Any]:
+def all_layers(model: KerasModel) -> list[KerasLayer]:
     """Returns the model, which may be a weak reference to it, and every layer inside it."""
     return [model, *_compat.layers_inside(model)]
 
 
-def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> None:
+def check_scope(
+    variables: Sequence[KerasVariable], strategy: tf.distribute.Strategy, what: str
+) -> None:
     """Checks that variables were created in the scope of a strategy."""
     for variable in variables:
         inner = tf_variable(variable)
@@ -166,9 +172,10 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
                 place = f"on {describe(own)}"
                 fix = "Pass that strategy, strategy=strategy; or create"
             raise ScopeError(
-                f"The {what} was created {where}. Received: variable {name!r} of the {what}, "
-                f"{place}, and {describe(strategy)}. {fix} the {what} in the scope, "
-                "again if a notebook cell has made the strategy anew:\n"
+                f"The {what} was created {where}.",
+                f"variable {name!r} of the {what}, {place}, and {describe(strategy)}",
+                f"{fix} the {what} in the scope, again if a notebook cell has made the strategy "
+                "anew:\n"
                 "    with strategy.scope():\n"
-                f"        {what} = ...{'  # or model.compile(...)' if what == 'optimizer' else ''}"
+                f"        {what} = ...{'  # or model.compile(...)' if what == 'optimizer' else ''}",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.types import KerasModel, KerasVariable, Shard
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
@@ -21,29 +22,31 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, kinds) and len(strategy.extended.worker_devices) > 1
 
 
-def is_sharded(variable: Any) -> bool:
+def is_sharded(variable: KerasVariable) -> bool:
     """Returns whether a variable has one copy, on one of several devices of its strategy."""
     value = tf_variable(variable)
     strategy: Any = getattr(value, "distribute_strategy", None)
     return is_mirrored(strategy) and len(strategy.experimental_local_results(value)) == 1
 
 
-def devices_of(model: Any) -> tuple[str, ...]:
+def devices_of(model: KerasModel) -> tuple[str, ...]:
     """Returns the devices of the weights of a model on one replica, in the order of its layers."""
     names = [parse_device_name(weight.value.device) for weight in getattr(model, "weights", ())]
     return tuple(dict.fromkeys(names))
 
 
-def owner_of(variable: Any, devices: Sequence[str]) -> int:
+def owner_of(variable: KerasVariable, devices: Sequence[str]) -> int:
     """Returns the number, among some devices, of the one that a sharded variable lives on."""
-    names = [parse_device_name(device) for device in devices]
+    names = list(map(parse_device_name, devices))
     return names.index(parse_device_name(tf_variable(variable).device))
 
 
-def tf_variable(variable: Any) -> Any:
+def tf_variable(variable: KerasVariable) -> Any:
     """Returns the ``tf.Variable`` of a Keras variable, or the ``tf.Variable`` that is given."""
     value = getattr(variable, "value", variable)
-    return variable if callable(value) else value
+    if callable(value):
+        return variable
+    return value
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -62,11 +65,13 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
     if count >= strategy.num_replicas_in_sync or resolver is None:
         return tuple(range(strategy.num_replicas_in_sync))
     chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
-    worker = resolver.task_id + (chiefs if resolver.task_type == "worker" else 0)
+    worker = resolver.task_id
+    if resolver.task_type == "worker":
+        worker += chiefs  # The chief comes first.
     return tuple(range(worker * count, (worker + 1) * count))
 
 
-def strategy_of(model: Any) -> tf.distribute.Strategy:
+def strategy_of(model: KerasModel) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model was created; the default one where in none."""
     for variable in getattr(model, "variables", ()):
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
@@ -76,7 +81,7 @@ def strategy_of(model: Any) -> tf.distribute.Strategy:
     return getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
 
 
-def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+def per_replica(strategy: tf.distribute.Strategy, values: list[Shard]) -> Shard:
     """Returns one value per local replica as what ``strategy.run`` hands to each its own of."""
     if strategy.num_replicas_in_sync == 1:
         return values[0]
@@ -90,4 +95,4 @@ def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
         names: Any = strategy.extended.worker_devices
     except RuntimeError:
         return ()  # The default strategy has none of its own, and says so.
-    return tuple(parse_device_name(name) for name in names)
+    return tuple(map(parse_device_name, names))

@@ -53,10 +53,12 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
     thread = threading.Thread(target=connect, name="tfmultigpu-tpu", daemon=True)
     thread.start()
     thread.join(timeout)
-    return outcome[0] if outcome else f"no answer within {timeout:g} s"
+    if not outcome:
+        return f"no answer within {timeout:g} s"
+    return outcome[0]
 
 
-def connect_tpu(tpu: Tpu) -> Any:
+def connect_tpu(tpu: Tpu) -> tf.distribute.Strategy:
     """Returns the strategy of a TPU that answers."""
     untyped: Any = tf
     try:
@@ -64,10 +66,12 @@ def connect_tpu(tpu: Tpu) -> Any:
         if tpu.address != "local":
             untyped.config.experimental_connect_to_cluster(resolver)
         untyped.tpu.experimental.initialize_tpu_system(resolver)
-        return untyped.distribute.TPUStrategy(resolver)
+        strategy: tf.distribute.Strategy = untyped.distribute.TPUStrategy(resolver)
+        return strategy
     except (ValueError, RuntimeError, tf.errors.OpError) as error:
         raise StrategyUnavailableError(
             f"TPU_NAME={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}. "
-            "Operations of this process may run on that machine now, so it does not fall back. "
-            "Correct TPU_NAME, or unset it, and start again."
+            "Operations of this process may run on that machine now, so it does not fall back.",
+            "",
+            "Correct TPU_NAME, or unset it, and start again.",
         ) from error

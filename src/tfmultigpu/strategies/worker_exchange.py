@@ -90,9 +90,10 @@ def different_calls(received: str) -> ClusterError:
     """Returns the error for workers that made different calls."""
     return ClusterError(
         "The workers do not call the same things in the same order. Another worker was in another "
-        "call than the one that raised this error. Every worker must make the same steps, "
-        "evaluations, predictions and checkpoints. Move them out of blocks such as "
-        f"`if worker == 0:`, which are for printing. Received: {received}."
+        "call than the one that raised this error.",
+        received,
+        "Every worker must make the same steps, evaluations, predictions and checkpoints. Move "
+        "them out of blocks such as `if worker == 0:`, which are for printing.",
     )
 
 

@@ -73,9 +73,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Returns where a ``fit`` begins, before its data is prepared."""
         if self._begin is not None:
             raise CheckpointError(
-                "Checkpoints hold one fit. Received: another call of fit. To resume the first, "
-                "call checkpoints.restore() again. Just before a second one write, and restore, "
-                "tmg.Checkpoints(another_directory, model, model.optimizer)."
+                "Checkpoints hold one fit.",
+                "another call of fit",
+                "To resume the first, call checkpoints.restore() again. Just before a second one "
+                "write, and restore, tmg.Checkpoints(another_directory, model, model.optimizer).",
             )
         self._fit, self._callbacks = fit, _named(fit.callbacks)
         seed, first, batches, is_over = fit.seed, fit.first_epoch, 0, False
@@ -93,8 +94,9 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
         if self._fit is None or self._begin is not None:
             raise CheckpointError(
-                "The fit of Keras cannot resume. Received: checkpoints.callback() in model.fit. "
-                "Write tmg.fit(model, data, callbacks=[...]), or tmg.prepare(model) before it."
+                "The fit of Keras cannot resume.",
+                "checkpoints.callback() in model.fit",
+                "Write tmg.fit(model, data, callbacks=[...]), or tmg.prepare(model) before it.",
             )
         self._run.listen()
         self._variables.check_holds(self._fit.changed_variables())
@@ -200,14 +202,16 @@ def _read_states(
             elif name == _METHOD or not is_part_of_keras(type(callback)):
                 unsaved.append(f"{type(callback).__name__}.{name} ({error})")
     if unsaved:
-        message = (
+        refusal = CheckpointError(
             f"Checkpoints cannot save these attributes of callbacks: {', '.join(unsaved)}. A "
-            "resumed run would start with new ones. Write state(), which returns numbers, strings, "
-            "arrays, or lists and dicts of them, and set_state(value) in the callback."
+            "resumed run would start with new ones.",
+            "",
+            "Write state(), which returns numbers, strings, arrays, or lists and dicts of them, "
+            "and set_state(value) in the callback.",
         )
         if any(_METHOD in name for name in unsaved):
-            raise CheckpointError(message)
-        warnings.warn(message, stacklevel=2)  # Python shows the same text once.
+            raise refusal
+        warnings.warn(str(refusal), stacklevel=2)  # Python shows the same text once.
     return states, arrays
 
 

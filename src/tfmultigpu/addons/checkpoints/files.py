@@ -79,13 +79,15 @@ def newest(directory: Path, exchange: WorkerExchange) -> Stored | None:
     steps = exchange("the step of the newest checkpoint", [step])[:, 0].tolist()
     if len(set(steps)) > 1:
         raise CheckpointError(
-            f"The workers see different checkpoints in {directory}. Received: step of each "
-            f"worker: {steps}. Give a directory that all workers share."
+            f"The workers see different checkpoints in {directory}.",
+            f"step of each worker: {steps}",
+            "Give a directory that all workers share.",
         )
     if stored is None and damaged:
         raise CheckpointError(
-            f"All checkpoints in {directory} are damaged. Received: "
-            f"{[path.name for path in damaged]}. To start over, give another directory."
+            f"All checkpoints in {directory} are damaged.",
+            f"{[path.name for path in damaged]}",
+            "To start over, give another directory.",
         )
     for path in damaged if exchange.is_chief else ():  # Else they would count as later.
         path.rename(path.with_name(f"damaged-{path.name}"))
@@ -114,10 +116,11 @@ def save(
         failure = f"{type(error).__name__}: {error}"
     if exchange("how the chief wrote a checkpoint", [int(bool(failure))])[0, 0]:
         raise CheckpointError(
-            f"The chief cannot save step {step} to {directory}. Received: "
-            f"{failure or 'see the output of the chief'}. Its checkpoints are unchanged. To "
-            "resume from them, call checkpoints.restore() first. To start over, give another "
-            "directory; it must be writable and have enough space."
+            f"The chief cannot save step {step} to {directory}.",
+            failure or "see the output of the chief",
+            "Its checkpoints are unchanged. To resume from them, call checkpoints.restore() "
+            "first. To start over, give another directory; it must be writable and have enough "
+            "space.",
         )
     return path
 

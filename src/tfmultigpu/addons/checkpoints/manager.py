@@ -231,10 +231,10 @@ class Checkpoints(Position):
         if self.data is not None and not is_counted:
             raise CheckpointError(
                 "The position in the data is unknown, because not every step was counted, or the "
-                f"epoch did not read a new pass over checkpoints.data. Received: epoch={self.epoch}"
-                f", step_in_epoch={self.step_in_epoch}, step={self.step}. In each epoch, write "
-                "iterator = iter(checkpoints.data), or: for batch in checkpoints.data. Call "
-                "checkpoints.after_step() after each step."
+                "epoch did not read a new pass over checkpoints.data.",
+                f"epoch={self.epoch}, step_in_epoch={self.step_in_epoch}, step={self.step}",
+                "In each epoch, write iterator = iter(checkpoints.data), or: for batch in "
+                "checkpoints.data. Call checkpoints.after_step() after each step.",
             )
 
     def note_data(self, description: Mapping[str, Any]) -> None:
@@ -246,11 +246,12 @@ class Checkpoints(Position):
         if pairs and self._exchange("the data of a checkpoint", [len(told)]).any():
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
-                f"examples twice and skip others. Received: {', '.join(told)}; at epoch "
-                f"{self.epoch} and step {self.step_in_epoch} of it. Give a shuffle a seed, "
-                "dataset.shuffle(n, seed=1), and the same data and batch_size as before, or start "
-                "in another directory. What shuffles by itself needs a function of the epoch: "
-                "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
+                "examples twice and skip others.",
+                f"{', '.join(told)}; at epoch {self.epoch} and step {self.step_in_epoch} of it",
+                "Give a shuffle a seed, dataset.shuffle(n, seed=1), and the same data and "
+                "batch_size as before, or start in another directory. What shuffles by itself "
+                "needs a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
+                "seed=epoch).batch(size).",
             )
         self._known |= {n: value for n, value in description.items() if value is not None}
 

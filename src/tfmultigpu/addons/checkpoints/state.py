@@ -169,10 +169,11 @@ class RunVariables:
         saved = {id(variable) for variable in self.all().values()}
         if names := sorted(_path(v) for v in changed if id(tf_variable(v)) not in saved):
             raise CheckpointError(
-                "The training changes variables that the checkpoint would not hold. Received: "
-                f"{len(names)} variables {names[:3]}. Write tmg.Checkpoints(directory, model, "
-                "model.optimizer), or for several models train_step=step; of a SeedGenerator or a "
-                'metric outside of the models, extra={"seeds": [seeds.state]}.'
+                "The training changes variables that the checkpoint would not hold.",
+                f"{len(names)} variables {names[:3]}",
+                "Write tmg.Checkpoints(directory, model, model.optimizer), or for several models "
+                "train_step=step; of a SeedGenerator or a metric outside of the models, "
+                'extra={"seeds": [seeds.state]}.',
             )
 
 
@@ -292,7 +293,7 @@ def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None
     if differing:
         told = [f"{n} is {stored.get(n)}, and here {here.get(n)}" for n in differing[:3]]
         raise CheckpointError(
-            "The checkpoint is of another model, optimizer or loss scale. Received: "
-            f"{where}; {len(differing)} variables differ: {'; '.join(told)}. Build the same ones "
-            "as when it was saved, or give another directory to start over."
+            "The checkpoint is of another model, optimizer or loss scale.",
+            f"{where}; {len(differing)} variables differ: {'; '.join(told)}",
+            "Build the same ones as when it was saved, or give another directory to start over.",
         )

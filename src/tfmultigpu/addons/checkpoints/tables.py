@@ -67,10 +67,11 @@ def read_tables(tables: Tables, exchange: WorkerExchange) -> Arrays:
     difference = exchange.find_difference("the tables to save", digests)
     if difference is not None:
         raise CheckpointError(
-            "Workers hold different tables, and a checkpoint has one. Received: "
-            f"{difference[0]!r} differs on worker {difference[1]}. Each worker writes the rows of "
-            "its own shards. Count in a variable that adds those of all replicas: keras.Variable("
-            "0.0, trainable=False, aggregation='sum', synchronization='on_read')."
+            "Workers hold different tables, and a checkpoint has one.",
+            f"{difference[0]!r} differs on worker {difference[1]}",
+            "Each worker writes the rows of its own shards. Count in a variable that adds those "
+            "of all replicas: keras.Variable(0.0, trainable=False, aggregation='sum', "
+            "synchronization='on_read').",
         )
     return arrays
 
@@ -80,9 +81,9 @@ def write_tables(tables: Tables, arrays: Arrays, where: Path) -> None:
     stored = {name.rpartition("/")[0] for name in arrays if name.startswith(PREFIX)}
     if stored != set(tables):
         raise CheckpointError(
-            f"The checkpoint is of another model or has other extra objects. Received: {where} "
-            f"with {sorted(stored)}, and here {sorted(tables)}. Build the same ones as when it was "
-            "saved, or give another directory to start over."
+            "The checkpoint is of another model or has other extra objects.",
+            f"{where} with {sorted(stored)}, and here {sorted(tables)}",
+            "Build the same ones as when it was saved, or give another directory to start over.",
         )
     for name, table in tables.items():
         content = []
@@ -104,6 +105,7 @@ def check_holds_states(states: Sequence[OtherState], tables: Tables, variables: 
         elif id(state.handle) not in saved:
             raise CheckpointError(
                 "The training changes state that the checkpoint would not hold, so a resumed run "
-                f"would differ. Received: {_NAMES[state.kind]} in {state.operation!r}. "
-                f"{_ADVICE[state.kind]}."
+                "would differ.",
+                f"{_NAMES[state.kind]} in {state.operation!r}",
+                f"{_ADVICE[state.kind]}.",
             )

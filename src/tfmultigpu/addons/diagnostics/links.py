@@ -55,11 +55,10 @@ def check_links(devices: Sequence[str] | None = None, *, seconds: float = 15.0) 
         what = "Links are between GPUs, and there are no two."
         return Report(title, (Finding("note", "no-links", what, "Nothing to test.", "-"),), {})
     results = _run([sys.executable, "-c", _CHILD, str(seconds), *names], seconds * len(names) ** 2)
-    findings = [
-        Finding("error", "broken-link", f"{test}: {text}", _WHY, _CHANGE)
-        for test, text in results.items()
-        if not text.endswith((" ms", "available"))
-    ]
+    findings = []
+    for test, text in results.items():
+        if not text.endswith((" ms", "available")):
+            findings.append(Finding("error", "broken-link", f"{test}: {text}", _WHY, _CHANGE))
     if not findings:
         what = f"{len(results) - 1} tests of {', '.join(names)} are right to the bit."
         findings = [Finding("note", "links-in-order", what, "The links are in order.", "-")]
@@ -76,13 +75,17 @@ def _run(command: list[str], seconds: float) -> dict[str, str]:
             process.kill()
         output.seek(0)
         lines = output.read().strip().splitlines()
-    told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
-    results = {_START: "", **dict(json.loads(line) for line in told)}
+    results = {_START: ""}
+    for line in lines:
+        if line.startswith(_MARK):
+            test, result = json.loads(line.removeprefix(_MARK))
+            results[test] = result
     test = list(results)[-1]
     if not results[test]:
         slow = process.returncode is None or any(line.startswith("Timeout (") for line in lines)
-        ended = f"ended with code {process.returncode}: {''.join(lines[-1:])}"
-        results[test] = "did not end in time" if slow else ended
+        results[test] = f"ended with code {process.returncode}: {''.join(lines[-1:])}"
+        if slow:
+            results[test] = "did not end in time"
     return results
 
 
@@ -106,7 +109,7 @@ def run_tests(seconds: str, *devices: str) -> None:
         print(_MARK + json.dumps([name, fault]), flush=True)
 
 
-def copy(tensor: Any, device: str) -> Any:
+def copy(tensor: tf.Tensor, device: str) -> Any:
     """Copies a tensor to a device."""
     with tf.device(device):
         return tf.identity(tensor)
@@ -136,11 +139,13 @@ def _test_sum(devices: Sequence[str], way: Any) -> str:
     except StrategyUnavailableError:  # NCCL on parts of a GPU, pairs of an odd number of devices.
         return "not available"
     expected = np.float32(2 ** len(devices) - 1)
-    faults = [_fault(each.numpy(), expected) for each in add(strategy)]
-    return next(filter(None, faults), "")
+    for total in add(strategy):
+        if fault := _fault(total.numpy(), expected):
+            return fault
+    return ""
 
 
-def _fault(received: Any, expected: Any) -> str:
+def _fault(received: np.ndarray, expected: np.ndarray | np.generic) -> str:
     """Returns how many numbers are wrong, and the first; empty if none is."""
     wrong = np.flatnonzero(received != expected)
     if not wrong.size:

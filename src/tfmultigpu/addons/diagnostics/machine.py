@@ -75,6 +75,10 @@ def inspect_machine() -> Machine:
         plan: StrategyPlan | TfMultiGpuError = plan_strategy()
     except TfMultiGpuError as error:
         plan = error
+    growth = {}
+    for gpu in config.get_visible_devices("GPU"):
+        name = parse_device_name(gpu.name)
+        growth[name] = bool(config.experimental.get_memory_growth(gpu))
     return Machine(
         versions=_versions(),
         driver=driver,
@@ -82,10 +86,7 @@ def inspect_machine() -> Machine:
         cuda=str(build.get("cuda_version", "unknown")) if with_gpus else None,
         kernels=tuple(build.get("cuda_compute_capabilities", ())),
         devices=devices,
-        growth={
-            parse_device_name(gpu.name): bool(config.experimental.get_memory_growth(gpu))
-            for gpu in config.get_visible_devices("GPU")
-        },
+        growth=growth,
         started=started and "/job:" not in config.list_logical_devices("CPU")[0].name,
         **_keras(),
         plan=plan,
@@ -116,19 +117,22 @@ def ask_driver(root: Path = Path("/")) -> Driver:
         return re.findall(rf"<{tag}>([^<]*)</{tag}>", answer)
 
     gpus = values("product_name") or [gpu.name for gpu in read_gpus()]
-    cuda = re.search(r"(\d+)\.(\d+)", " ".join(values("cuda_version")))
+    problem = "" if gpus else f"nvidia-smi: {problem}"
+    cuda = None
+    if newest := re.search(r"(\d+)\.(\d+)", " ".join(values("cuda_version"))):
+        cuda = int(newest[1]), int(newest[2])
     return Driver(
         tuple(gpus),
         version="".join(values("driver_version")),
-        cuda=(int(cuda[1]), int(cuda[2])) if cuda else None,
-        problem="" if gpus else f"nvidia-smi: {problem}",
+        cuda=cuda,
+        problem=problem,
         cards=sum(map(_is_nvidia_card, root.glob("sys/bus/pci/devices/*"))),
         instances=answer.count("<mig_device>"),
     )
 
 
 def _is_nvidia_card(folder: Path) -> bool:
-    vendor, kind = ((folder / name).read_text() for name in ("vendor", "class"))
+    vendor, kind = (folder / "vendor").read_text(), (folder / "class").read_text()
     return vendor.startswith("0x10de") and kind.startswith("0x03")  # Graphics or 3D controllers.
 
 
@@ -142,9 +146,13 @@ def _keras() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    packages = importlib.metadata.distributions()
-    installed = {str(each.metadata["Name"]).lower(): each.version for each in packages}
-    nvidia = [f"{name} {installed[name]}" for name in sorted(installed) if "nvidia-" in name]
+    installed = {}
+    for package in importlib.metadata.distributions():
+        installed[str(package.metadata["Name"]).lower()] = package.version
+    nvidia = []
+    for name in sorted(installed):
+        if "nvidia-" in name:
+            nvidia.append(f"{name} {installed[name]}")
     return {
         "tfmultigpu": __version__,
         "tensorflow": tf.__version__,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from tfmultigpu.addons.diagnostics.machine import Machine
 from tfmultigpu.addons.diagnostics.report import Finding, redact, shown_value
 from tfmultigpu.devices.names import listed
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.factory import known_schedulers
 
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
 _FOLDERS = "import glob, nvidia; print(*glob.glob(nvidia.__path__[0] + '/*/lib'), sep=':')"
@@ -16,7 +18,10 @@ _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 def find_causes(machine: Machine) -> list[Finding]:
     """Returns the findings about a machine; pure."""
-    return [finding for check in CHECKS for finding in check(machine)] or [_nothing_wrong(machine)]
+    findings: list[Finding] = []
+    for check in CHECKS:
+        findings.extend(check(machine))
+    return findings or [_nothing_wrong(machine)]
 
 
 def _count_shown(machine: Machine) -> int:
@@ -26,12 +31,21 @@ def _count_shown(machine: Machine) -> int:
     shows no GPU if one is named twice, and one instance of MIG at most.
     """
     value, total = machine.environment.get("CUDA_VISIBLE_DEVICES"), len(machine.driver.gpus)
-    entries = [str(i) for i in range(total)] if value is None else value.replace(" ", "").split(",")
-    if len(set(entries)) < len(entries):
-        return 0
-    named = [e.startswith(("GPU-", "MIG-")) or (e.isdecimal() and int(e) < total) for e in entries]
-    count = [*named, False].index(False)
-    return min(count, 1) if "MIG-" in (value or "") or machine.driver.instances else count
+    count = total
+    if value is not None:
+        entries = value.replace(" ", "").split(",")
+        if len(set(entries)) < len(entries):
+            return 0
+        count = 0
+        for entry in entries:
+            is_number = entry.isdecimal() and int(entry) < total
+            if not is_number and not entry.startswith(("GPU-", "MIG-")):
+                break
+            count += 1
+
+    if machine.driver.instances or "MIG-" in (value or ""):
+        return min(count, 1)
+    return count
 
 
 def _keras_backend(machine: Machine) -> Iterator[Finding]:
@@ -87,10 +101,14 @@ def _no_libraries(machine: Machine) -> Iterator[Finding]:
 
 
 def _no_kernels(machine: Machine) -> Iterator[Finding]:
-    built = [divmod(int(n), 10) for n in re.findall(r"_(\d+)", " ".join(machine.kernels))]
+    built = []
+    for number in re.findall(r"_(\d+)", " ".join(machine.kernels)):
+        built.append(divmod(int(number), 10))
+    if not built:
+        return
     why = "It compiles its kernels at the first step, for up to half an hour, or fails with "
     why += "CUDA_ERROR_INVALID_PTX or CUDA_ERROR_INVALID_HANDLE."
-    for gpu in machine.used_gpus if built else ():
+    for gpu in machine.used_gpus:
         major, minor = gpu.compute_capability or built[0]
         if not any(major == other and minor >= least for other, least in built):
             what = f"{gpu.name} ({gpu.description}) has compute capability {major}.{minor}, and "
@@ -105,15 +123,21 @@ def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
         return
     seen, shown, total = len(machine.gpus), _count_shown(machine), len(machine.driver.gpus)
     variable, none = f"CUDA_VISIBLE_DEVICES={shown_value(value)}", value.strip() in _NO_GPUS
+    most = shown  # That TensorFlow could see if it had read the variable.
+    if not total:
+        most = 0 if none else value.count(",") + 1
     severity = "warning"
-    if seen > (shown if total else 0 if none else value.count(",") + 1):
+    if seen > most:
         what = f"{variable} came too late: TensorFlow had listed {seen} GPUs before it was set."
         why = "TensorFlow reads the variable once, when it lists the first device."
         change = "Set it in the shell, or before import tensorflow"
     elif none or shown < total:
         if shown <= 1:
             severity = "error" if total or machine.driver.cards else "note"
-        what = f"{variable} shows TensorFlow {f'{shown} of {total} GPU(s)' if total else 'none'}."
+        gpus = "none"
+        if total:
+            gpus = f"{shown} of {total} GPU(s)"
+        what = f"{variable} shows TensorFlow {gpus}."
         why = "What it leaves out is idle, without a message. CUDA stops at the first entry that "
         why += "names no GPU, and shows none if one is named twice."
         change = "unset CUDA_VISIBLE_DEVICES, before Python starts"
@@ -137,26 +161,33 @@ def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
         change = "TF_MIN_GPU_MULTIPROCESSOR_COUNT=4 in the environment; and give them small shares"
     else:
         return
-    severity = "error" if used < seen and used <= 1 else "warning"
+    severity = "warning"
+    if used < seen and used <= 1:
+        severity = "error"
     yield Finding(severity, "gpus-hidden-by-program", what, why, change)
 
 
 def _cluster(machine: Machine) -> Iterator[Finding]:
     plan, environ = machine.plan, machine.environment
-    described = [name for name in ("TF_CONFIG", "TPU_NAME") if environ.get(name)]
-    described += ["SLURM_NTASKS"] * (environ.get("SLURM_NTASKS", "1") != "1")
+    named = [scheduler.described_by(environ) for scheduler in known_schedulers()]
+    if environ.get("TPU_NAME"):
+        named.append("TPU_NAME")
+    described = [name for name in named if name]
     change = f"Start every worker as the scheduler does, or train alone: unset {listed(described)}"
     problems, severity = [], "error"
-    if isinstance(plan, Exception):
-        said = str(plan).split(" Received:")[0]
-        problems = [f"create_strategy() would raise {type(plan).__name__}: {said}"]
+    if isinstance(plan, TfMultiGpuError):
+        raised = f"create_strategy() would raise {type(plan).__name__}"
+        problems = [f"{raised}: {plan.what} {plan.write}".rstrip()]
     elif plan is not None and plan.kind == "multi_worker" and machine.started:
         problems = ["A cluster is described, and TensorFlow started before it joined."]
         change = "tmg.create_strategy() directly after the imports"
     elif plan is not None:
-        kinds = {name: "tpu" if "TPU" in name else "multi_worker" for name in described}
-        reasons = {name: plan.rejected[kind] for name, kind in kinds.items() if kind != plan.kind}
-        problems = [f"{name} is set and not used: {why}." for name, why in reasons.items()]
+        for name in described:
+            kind = "multi_worker"
+            if "TPU" in name:
+                kind = "tpu"
+            if kind != plan.kind:
+                problems.append(f"{name} is set and not used: {plan.rejected[kind]}.")
         severity = "warning"
     why = "Other devices of the job wait, are idle, or train the same model by themselves."
     for what in problems:
@@ -164,7 +195,9 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpu_taken(machine: Machine) -> Iterator[Finding]:
-    for gpu in () if machine.started else machine.used_gpus:
+    if machine.started:
+        return
+    for gpu in machine.used_gpus:
         free, total = gpu.memory_free, gpu.memory_total or 0
         if free is not None and free < total / 2:
             what = f"Of {gpu.name} ({gpu.description}) {free / 1024**3:.1f} GiB are free: another "
@@ -219,7 +252,10 @@ def _nothing_wrong(machine: Machine) -> Finding:
         why = "If a program uses one of them, the cause is in the program, often a wrong scope."
         change = "print(tmg.explain(model, optimizer, dataset, strategy)) in that program"
         return Finding("note", "ask-explain", f"This machine can use its {used} GPUs.", why, change)
-    what = f"The driver, the bus and TensorFlow have {'one GPU' if used else 'no GPU'}."
+    code, gpus = "no-gpu", "no GPU"
+    if used:
+        code, gpus = "one-gpu", "one GPU"
+    what = f"The driver, the bus and TensorFlow have {gpus}."
     why = "There is nothing to distribute."
     change = "Nothing; to try several replicas: tmg.split_device('CPU:0', parts=4)"
-    return Finding("note", "one-gpu" if used else "no-gpu", what, why, change)
+    return Finding("note", code, what, why, change)

@@ -31,14 +31,16 @@ def report_on(machine: Machine) -> Report:
     """Returns the report on a machine; pure."""
     driver, environ = machine.driver, machine.environment
     kernels = f"CUDA {machine.cuda}, for {', '.join(machine.kernels) or 'unknown GPUs'}"
-    cuda = "" if driver.cuda is None else f", for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
-    planned = "an error, see above" if isinstance(machine.plan, Exception) else str(machine.plan)
-    plan = [redact(line.strip(), environ) for line in planned.splitlines()]
+    if machine.cuda is None:
+        kernels = "no GPU support"
+    cuda = ""
+    if driver.cuda is not None:
+        cuda = f", for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
     facts = {
         "versions": {
             **machine.versions,
             "keras backend": shown_value(machine.backend),
-            "tensorflow built with": kernels if machine.cuda else "no GPU support",
+            "tensorflow built with": kernels,
             "NVIDIA driver": (driver.version or redact(driver.problem, environ)) + cuda,
         },
         "devices": {
@@ -48,11 +50,21 @@ def report_on(machine: Machine) -> Report:
             **{device.name: _describe(device, machine) for device in machine.devices},
         },
         "variables": describe_variables(environ),
-        "create_strategy()": {f"{number}.": line for number, line in enumerate(plan, 1)},
+        "create_strategy()": _lines_of_plan(machine),
     }
     most = max(len(driver.gpus), len(machine.gpus), driver.cards)
     title = f"tfmultigpu doctor: {len(machine.used_gpus)} of {most} GPU(s) in use by TensorFlow"
     return Report(title, tuple(find_causes(machine)), facts)
+
+
+def _lines_of_plan(machine: Machine) -> dict[str, str]:
+    planned = str(machine.plan)
+    if isinstance(machine.plan, Exception):
+        planned = "an error, see above"
+    lines = {}
+    for number, line in enumerate(planned.splitlines(), 1):
+        lines[f"{number}."] = redact(line.strip(), machine.environment)
+    return lines
 
 
 def _mebibytes(size: int | None) -> str:

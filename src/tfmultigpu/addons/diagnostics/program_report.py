@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,21 +69,30 @@ def explain(
         tfmultigpu explain: ...
     """
     serious = {"error", "gpus-hidden"}  # Also where no driver tells how many GPUs are hidden.
-    causes = [c for c in find_causes(inspect_machine()) if {c.severity, c.code} & serious]
-    if "keras-backend" in {cause.code for cause in causes}:
+    causes = []
+    for cause in find_causes(inspect_machine()):
+        if {cause.severity, cause.code} & serious:
+            causes.append(cause)
+    if any(cause.code == "keras-backend" for cause in causes):
         return Report("tfmultigpu explain", tuple(causes), {})
     trained = [(model, optimizer)]
     if hasattr(model, "train_steps"):
         trained = [(part.model, part.optimizer) for part in model.train_steps]
         strategy = model.strategy
         causes += _check_reads([model, *model.train_steps], strategy)
-    strategy = _strategy_of(trained[0][0]) if strategy is None else strategy
+    if strategy is None:
+        strategy = _strategy_of(trained[0][0])
     facts = {}
     for each, own in trained:
-        own = getattr(each, "optimizer", None) if own is None else own
-        check_kinds(each, strategy, *(() if own is None else (own,)))
+        if own is None:
+            own = getattr(each, "optimizer", None)
+        optimizers = []
+        if own is not None:
+            optimizers.append(own)
+        check_kinds(each, strategy, *optimizers)
         copies = _devices_of_copies(each, strategy)
-        causes += [*_check_model(each, strategy, copies), *_check_optimizer(each, own, strategy)]
+        causes.extend(_check_model(each, strategy, copies))
+        causes.extend(_check_optimizer(each, own, strategy))
         facts[f"model {each.name}"] = {
             "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
@@ -102,17 +111,25 @@ def explain(
 
 def _strategy_of(model: KerasModel) -> tf.distribute.Strategy:
     """Returns the strategy that a model is meant for."""
-    own = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy_of(model)
-    living = process_state.living_strategies() if is_default(own) else ()
+    own = strategy_of(model)
+    if tf.distribute.has_strategy():
+        own = tf.distribute.get_strategy()
+    if not is_default(own):
+        return own
+    living = process_state.living_strategies()
     if len(living) > 1:
         refuse_one_device("explain")  # None of them is guessed.
-    return living[0] if living else own
+    if living:
+        return living[0]
+    return own
 
 
 def _devices_of_copies(model: KerasModel, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
-    mirrored = next((v for v in model.trainable_variables if not is_sharded(v)), None)
-    copies = () if mirrored is None else strategy.experimental_local_results(tf_variable(mirrored))
-    return tuple(parse_device_name(copy.device) for copy in copies if copy.device)
+    for variable in model.trainable_variables:
+        if not is_sharded(variable):
+            copies = strategy.experimental_local_results(tf_variable(variable))
+            return tuple(parse_device_name(copy.device) for copy in copies if copy.device)
+    return ()
 
 
 def _outside(
@@ -122,11 +139,13 @@ def _outside(
     try:
         check_scope(variables, strategy, what)
     except ScopeError as error:
-        return str(error).splitlines()[0].rpartition(". ")[0] + "."
+        return f"{error.what} Received: {error.received}."
     return ""
 
 
-def _check_model(model: KerasModel, strategy: Any, copies: tuple[str, ...]) -> Iterator[Finding]:
+def _check_model(
+    model: KerasModel, strategy: tf.distribute.Strategy, copies: tuple[str, ...]
+) -> Iterator[Finding]:
     here = list_logical_devices("GPU") or list_logical_devices("CPU")
     outside = _outside(model.variables, strategy, "model")
     create = f"strategy = tmg.create_strategy(devices={list(here)!r})"
@@ -155,12 +174,14 @@ def _check_model(model: KerasModel, strategy: Any, copies: tuple[str, ...]) -> I
 
 
 def _check_optimizer(
-    model: KerasModel, optimizer: KerasOptimizer, strategy: Any
+    model: KerasModel, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy
 ) -> Iterator[Finding]:
     if optimizer is None:
         return
     update = update_of(optimizer)
-    once = frozenset() if update is None else update.state  # Of owners, on one device each.
+    once: Collection[int] = ()
+    if update is not None:
+        once = update.state  # Of owners, on one device each.
     own = [v for v in optimizer.variables if id(v) not in once]
     known = {id(v) for v in _compat.optimizer_trains(optimizer) or ()}
     if what := _outside(own, strategy, "optimizer"):
@@ -186,16 +207,21 @@ def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iter
             del touched[key]
     if strategy.num_replicas_in_sync == 1 or not touched:
         return
-    sizes = {id(v): v.shape.num_elements() * v.dtype.size for v in touched.values()}
-    outside = sorted(touched.values(), key=lambda variable: -sizes[id(variable)])
-    total, largest = sum(sizes.values()), outside[0]
-    severity = "warning" if total >= _MUCH else "note"
+    outside = sorted(touched.values(), key=_bytes, reverse=True)
+    total, largest = sum(map(_bytes, outside)), outside[0]
+    severity = "note"
+    if total >= _MUCH:
+        severity = "warning"
     what = f"Each replica copies {total:,} bytes in each step: what it reads of {len(outside)} "
     what += f"variable(s) on one device, the largest {largest.name.partition(':')[0]!r} on "
     what += f"{parse_device_name(largest.device)}."
     why = "They were created outside the scope of the strategy, so other replicas have no copy."
     change = f"{_SCOPE} teacher = ..., or whatever has this variable"
     yield Finding(severity, "copied-each-step", what, why, change)
+
+
+def _bytes(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements() * variable.dtype.size)
 
 
 def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
@@ -207,8 +233,9 @@ def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Fin
     try:
         if isinstance(dataset, tf.data.Dataset):
             check_batched(dataset.element_spec)
-            first = next(iter(dataset.take(1)), None)
-            rows = 0 if first is None else int(count_rows(first))
+            rows = 0
+            for first in dataset.take(1):
+                rows = int(count_rows(first))
     except DataError as error:
         problem = redact(str(error), os.environ)
     except tf.errors.OpError as error:  # Its message may hold paths.

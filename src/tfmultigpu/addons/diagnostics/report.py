@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfmultigpu.strategies.factory import known_schedulers
+
 _SEVERITIES = ("error", "warning", "note")
-# These describe a cluster or a TPU: it is only said that they are set.
-_SECRET = ("COLAB_TPU_ADDR", "SLURM_STEP_NODELIST", "TF_CONFIG", "TPU_NAME")
-_RELEVANT = re.compile(r"(CUDA|KERAS|NCCL|NVIDIA_VISIBLE|TF|XLA)_\w+|LD_LIBRARY_PATH|SLURM_NTASKS")
+# These describe a TPU, as those of a scheduler a cluster: a report says only that they are set.
+_SECRET = ("COLAB_TPU_ADDR", "TPU_NAME")
+_RELEVANT = re.compile(r"(CUDA|KERAS|NCCL|NVIDIA_VISIBLE|TF|XLA)_\w+|LD_LIBRARY_PATH")
 _PLAIN = re.compile(r"[A-Za-z_]{0,24}[0-9]{0,6}|-?[0-9]{1,3}(, ?-?[0-9]{1,3})*")
 _HOST_PORT = r"(?<![\w.-])(?![CGT]PU:)(?:[\w-]+(?:\.[\w-]+)*|\[[0-9a-fA-F:.]+\]):\d{2,5}\b"
 _PATH = r"(?<![\w.:/])(?:/[\w.@+-]+){2,}"
@@ -68,14 +71,22 @@ class Report:
 
     def __str__(self) -> str:
         """Formats a line that counts and names the findings, then each finding, then the facts."""
-        counts = [(sum(f.severity == kind for f in self.findings), kind) for kind in _SEVERITIES]
-        parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
-        serious = [f.code for f in self.findings if f.severity != "note"] or self.codes
-        lines = [f"{self.title}: {', '.join(parts)} ({', '.join(dict.fromkeys(serious))})"]
+        counts = Counter(finding.severity for finding in self.findings)
+        parts = []
+        for severity in _SEVERITIES:
+            if counts[severity] == 1:
+                parts.append(f"1 {severity}")
+            elif counts[severity]:
+                parts.append(f"{counts[severity]} {severity}s")
+        serious = [finding.code for finding in self.findings if finding.severity != "note"]
+        codes = dict.fromkeys(serious or self.codes)
+        lines = [f"{self.title}: {', '.join(parts)} ({', '.join(codes)})"]
         lines += map(str, self.findings)
         for section, facts in self.facts.items():
             width = max(map(len, facts), default=0)
-            lines += ["", section, *[f"  {name:<{width}}  {facts[name]}" for name in facts]]
+            lines += ["", section]
+            for name, fact in facts.items():
+                lines.append(f"  {name:<{width}}  {fact}")
         return "\n".join(lines)
 
     __repr__ = __str__  # A notebook shows the text.
@@ -83,23 +94,44 @@ class Report:
 
 def shown_value(value: str) -> str:
     """Returns a value in quotes if it is a word or a list of numbers; hides any other."""
-    return repr(value) if _PLAIN.fullmatch(value) else "set (not shown)"
+    if _PLAIN.fullmatch(value):
+        return repr(value)
+    return "set (not shown)"
 
 
 def describe_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that matter, safe to publish."""
-    return {
-        name: shown_value("/" if name in _SECRET else value)
-        for name, value in sorted(environ.items())
-        if name in _SECRET or _RELEVANT.fullmatch(name)
-    }
+    secret = _secret()
+    shown: set[str] = set()
+    for scheduler in known_schedulers():
+        shown.update(scheduler.shown)
+    described = {}
+    for name, value in sorted(environ.items()):
+        if name in secret:
+            described[name] = shown_value("/")
+        elif name in shown or _RELEVANT.fullmatch(name):
+            described[name] = shown_value(value)
+    return described
+
+
+def _secret() -> set[str]:
+    """Returns the variables that describe a cluster or a TPU."""
+    names = set(_SECRET)
+    for scheduler in known_schedulers():
+        names.update(scheduler.secret)
+    return names
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """Hides addresses, paths, and what describes a cluster or a TPU, in a message."""
-    values = [environ[name] for name in _SECRET if environ.get(name)]
-    secrets = {*values, *[listed for value in values for listed in _LISTED.findall(value)]}
-    secrets |= {secret.rpartition(":")[0] for secret in secrets if ":" in secret}
+    secrets = set()
+    for name in _secret():
+        value = environ.get(name)
+        if value:
+            secrets.update([value, *_LISTED.findall(value)])
+    for secret in list(secrets):
+        if ":" in secret:
+            secrets.add(secret.rpartition(":")[0])
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", "<not shown>", text)
     return re.sub(f"{_HOST_PORT}|{_PATH}", "<not shown>", text)

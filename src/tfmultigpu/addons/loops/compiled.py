@@ -114,8 +114,9 @@ def _check_reductions(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", "") in (None, "none"):
             raise LossError(
-                f"Keras would train the sum over the rows. Received: {type(loss).__name__}("
-                "reduction=None). Write reduction='sum', or 'sum_over_batch_size' for the mean."
+                "Keras would train the sum over the rows.",
+                f"{type(loss).__name__}(reduction=None)",
+                "Write reduction='sum', or 'sum_over_batch_size' for the mean.",
             )
 
 
@@ -125,11 +126,11 @@ def check_labels(model: KerasModel, batch_spec: BatchSpec) -> None:
     needing = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
     x, labels, _ = unpack_batch(batch_spec)
     if needing and labels is None:
-        listed = " A list is several inputs, as in Keras." if isinstance(x, tuple) else ""
+        listed = "A list is several inputs, as in Keras. " if isinstance(x, tuple) else ""
         raise DataError(
-            f"The model was compiled with {' and '.join(needing)}, but the data has no labels. "
-            f"Received: batches of {batch_spec}.{listed} Give a tuple, (x, y) or "
-            "(x, y, sample_weight)."
+            f"The model was compiled with {' and '.join(needing)}, but the data has no labels.",
+            f"batches of {batch_spec}",
+            f"{listed}Give a tuple, (x, y) or (x, y, sample_weight).",
         )
 
 
@@ -137,9 +138,10 @@ def compile_arguments(model: KerasModel) -> Any:
     """Returns the arguments of ``model.compile``; a new object after each call of it."""
     if not getattr(model, "compiled", False):
         raise LossError(
-            "The model is not compiled, so it has no loss and metrics. Received: "
-            f"{type(model).__name__} {model.name!r}. Write with strategy.scope(): model.compile("
-            "'adam', loss='mse'), with your loss; or with a step tmg.fit(model, data, step=step)."
+            "The model is not compiled, so it has no loss and metrics.",
+            f"{type(model).__name__} {model.name!r}",
+            "Write with strategy.scope(): model.compile('adam', loss='mse'), with your loss; or "
+            "with a step tmg.fit(model, data, step=step).",
         )
     arguments = _compat.compile_arguments(model)
     refuse_legacy_keras(arguments)

@@ -103,10 +103,11 @@ def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: Keras
             attribute, path = shared[0].attribute, repr(shared[0].text)
         raise ClusterError(
             f"Callbacks of workers {', '.join(map(str, workers))} write to one path, which breaks "
-            f"files and mixes lines. Received: {received}. Write {attribute}="
-            f"tmg.workers.own_path({path}), which is another path on each worker. Or give the "
-            "callback to the first worker alone: callbacks=[callback] if tmg.workers.is_first() "
-            "else []."
+            "files and mixes lines.",
+            received,
+            f"Write {attribute}=tmg.workers.own_path({path}), which is another path on each "
+            "worker. Or give the callback to the first worker alone: callbacks=[callback] if "
+            "tmg.workers.is_first() else [].",
         )
 
 
@@ -169,7 +170,8 @@ def _check_all_save(model: KerasModel, savers: Sequence[int]) -> None:
         saving = ", ".join(str(worker) for worker, count in enumerate(savers) if count)
         raise ClusterError(
             "Keras can save this model only on all workers at once, as each replica counts some "
-            f"variables by itself. Received: ModelCheckpoint on workers {saving} of {len(savers)}, "
-            f"and variables {', '.join(on_read)}. Give it to every worker: "
-            "ModelCheckpoint(tmg.workers.own_path('model.keras'))."
+            "variables by itself.",
+            f"ModelCheckpoint on workers {saving} of {len(savers)}, and variables "
+            f"{', '.join(on_read)}",
+            "Give it to every worker: ModelCheckpoint(tmg.workers.own_path('model.keras')).",
         )

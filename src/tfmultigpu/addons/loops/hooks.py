@@ -140,8 +140,9 @@ class FitHooks(Hooks):
             if unwrap_optimizer(part.optimizer).use_ema and any(map(is_sharded, part.variables)):
                 raise LossError(
                     "The fit of Keras cannot put moving averages into sharded variables at its "
-                    f"end. Received: {type(part.optimizer).__name__} with use_ema=True. Leave out "
-                    "use_ema, or write a loop over tmg.make_train_step."
+                    "end.",
+                    f"{type(part.optimizer).__name__} with use_ema=True",
+                    "Leave out use_ema, or write a loop over tmg.make_train_step.",
                 )
         loop.hooks = self
         self._training = loop
@@ -225,24 +226,26 @@ def check_callbacks(callbacks: Iterable[Any], model: KerasModel = None, step: An
             )
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise CheckpointError(
-                "BackupAndRestore resumes only Keras' own fit, and not exactly. Write checkpoints "
-                "= tmg.Checkpoints(directory, model, model.optimizer); checkpoints.restore(), and "
-                "callbacks=[checkpoints.callback()] in tmg.fit."
+                "BackupAndRestore resumes only Keras' own fit, and not exactly.",
+                "",
+                "Write checkpoints = tmg.Checkpoints(directory, model, model.optimizer); "
+                "checkpoints.restore(), and callbacks=[checkpoints.callback()] in tmg.fit.",
             )
         if isinstance(callback, keras.callbacks.TerminateOnNaN) and isinstance(step, ChainedStep):
             raise LossError(
-                "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step. "
-                f"Received: TerminateOnNaN with steps {list(step.steps)}. Write a callback that "
-                "sets model.stop_training if a NAME_loss in its logs is not finite."
+                "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step.",
+                f"TerminateOnNaN with steps {list(step.steps)}",
+                "Write a callback that sets model.stop_training if a NAME_loss in its logs is not "
+                "finite.",
             )
         if isinstance(callback, of_optimizer) and step is not None:
             own = unwrap_optimizer(getattr(model, "optimizer", None))
             if not any(own is unwrap_optimizer(part.optimizer) for part in step.train_steps):
                 raise LossError(
-                    f"{kind} uses the optimizer of the model, which the step does not train with. "
-                    f"Received: {kind}, and model {model.name!r} with "
-                    f"{'no optimizer' if own is None else f'the optimizer {own.name!r}'}. In the "
-                    "scope, write model.compile(optimizer) with the optimizer of the step."
+                    f"{kind} uses the optimizer of the model, which the step does not train with.",
+                    f"{kind}, and model {model.name!r} with "
+                    f"{'no optimizer' if own is None else f'the optimizer {own.name!r}'}",
+                    "In the scope, write model.compile(optimizer) with the optimizer of the step.",
                 )
 
 

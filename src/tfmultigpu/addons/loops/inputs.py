@@ -30,9 +30,11 @@ def check_steps(steps: Any, name: str = "steps") -> None:
     """Checks a number of batches, and that the caller is not inside a ``tf.function``."""
     if tf.inside_function():
         raise DataError(
-            "fit, evaluate and predict read all data and return numbers, so they cannot run inside "
-            "a tf.function. Call them outside. Inside, call a step of tmg.make_train_step, "
-            "tmg.make_eval_step or tmg.make_predict_step."
+            "fit, evaluate and predict read all data and return numbers, so they cannot run "
+            "inside a tf.function.",
+            "",
+            "Call them outside. Inside, call a step of tmg.make_train_step, tmg.make_eval_step or "
+            "tmg.make_predict_step.",
         )
     if steps is not None:
         check_count(name, steps, other="None")
@@ -48,9 +50,10 @@ def labelled(data: Any, x: Any, y: Any, weight: Scalar, function: str) -> Any:
     data = x if data is None else data
     if y is not None and isinstance(data, tuple):
         raise DataError(
-            "A tuple is (x, y), so it holds labels already. Received: a tuple of "
-            f"{len(data)} beside y. Write tmg.{function}(model, (x, y)); or, for several inputs, "
-            f"tmg.{function}(model, [first, second], y)."
+            "A tuple is (x, y), so it holds labels already.",
+            f"a tuple of {len(data)} beside y",
+            f"Write tmg.{function}(model, (x, y)); or, for several inputs, tmg.{function}(model, "
+            "[first, second], y).",
         )
     for name, beside in (("y", y), ("sample_weight", weight)):
         if beside is None:
@@ -58,8 +61,9 @@ def labelled(data: Any, x: Any, y: Any, weight: Scalar, function: str) -> Any:
         is_pair = isinstance(data, tuple) and len(data) == 2
         if not is_arrays(data) or not (name == "y" or is_pair):
             raise DataError(
-                f"{name} works only for arrays (x, y). Received: {name} with data of type "
-                f"{type(data).__name__}. Let the dataset yield (x, y) or (x, y, sample_weight)."
+                f"{name} works only for arrays (x, y).",
+                f"{name} with data of type {type(data).__name__}",
+                "Let the dataset yield (x, y) or (x, y, sample_weight).",
             )
         data = (data, beside) if name == "y" else (*data, beside)
     return data
@@ -69,17 +73,17 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
     """Splits arrays into the training part and the last part, for validation."""
     if not is_arrays(data):
         raise DataError(
-            "validation_split works only for arrays. Received: data of type "
-            f"{type(data).__name__}. Split a dataset with take() and skip(), and give "
-            "validation_data."
+            "validation_split works only for arrays.",
+            f"data of type {type(data).__name__}",
+            "Split a dataset with take() and skip(), and give validation_data.",
         )
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     at = math.floor(rows * (1.0 - validation_split))
     if not 0 < at < rows:
         raise DataError(
-            "validation_split is a fraction that leaves examples to train and to validate with. "
-            f"Received: validation_split={validation_split} of {rows} examples."
+            "validation_split is a fraction that leaves examples to train and to validate with.",
+            f"validation_split={validation_split} of {rows} examples",
         )
     return slice_rows(arrays, 0, at), slice_rows(arrays, at, rows)
 
@@ -110,9 +114,10 @@ def feed_of(
     if position is not None and steps is not None:
         raise DataError(
             "The training could be resumed only if an epoch is one pass over the data; "
-            f"steps_per_epoch breaks that. Received: steps_per_epoch={steps} and a callback of "
-            "tmg.Checkpoints. Give tmg.Checkpoints data=lambda epoch: dataset.shuffle(n, "
-            "seed=epoch).batch(size).take(steps), and fit its data."
+            "steps_per_epoch breaks that.",
+            f"steps_per_epoch={steps} and a callback of tmg.Checkpoints",
+            "Give tmg.Checkpoints data=lambda epoch: dataset.shuffle(n, "
+            "seed=epoch).batch(size).take(steps), and fit its data.",
         )
     if validates and isinstance(data, list):
         data = tuple(data)  # (x, y), as in Keras.
@@ -164,16 +169,17 @@ def _distributed(
         return batches
     if data.strategy is not strategy:
         raise DataError(
-            "The data was distributed for another strategy than that of the model. Received: data "
-            f"for {describe(data.strategy)}; a model of {describe(strategy)}. Give the dataset "
-            "itself, or write tmg.distribute_dataset(dataset, strategy)."
+            "The data was distributed for another strategy than that of the model.",
+            f"data for {describe(data.strategy)}; a model of {describe(strategy)}",
+            "Give the dataset itself, or write tmg.distribute_dataset(dataset, strategy).",
         )
     arguments = {"batch_size": batch_size, "class_weight": class_weight, "shares": shares}
     for name, value in arguments.items():
         if value is not None:
             raise DataError(
-                f"The data is already distributed, so {name} cannot be applied. Received: "
-                f"{name}={value!r}. Give the dataset itself, or leave {name} out."
+                f"The data is already distributed, so {name} cannot be applied.",
+                f"{name}={value!r}",
+                f"Give the dataset itself, or leave {name} out.",
             )
     return data
 
@@ -185,7 +191,8 @@ def _length(data: Any, batches: ShardedDataset, steps: int | None, name: str) ->
         return batches_of_pass
     if steps is None and batches_of_pass == tf.data.INFINITE_CARDINALITY:
         raise DataError(
-            "The data has no end, so a pass over it would never finish. Received: "
-            f"{type(data).__name__} and {name}=None. Write {name}=100, or leave out .repeat()."
+            "The data has no end, so a pass over it would never finish.",
+            f"{type(data).__name__} and {name}=None",
+            f"Write {name}=100, or leave out .repeat().",
         )
     return None

@@ -171,6 +171,7 @@ def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:
 def no_batches(data: Any) -> DataError:
     """Returns the error for empty data."""
     return DataError(
-        f"The data has no batches. Received: {type(data).__name__}. Check its source, or a "
-        "filter or take() that leaves nothing."
+        "The data has no batches.",
+        type(data).__name__,
+        "Check its source, or a filter or take() that leaves nothing.",
     )

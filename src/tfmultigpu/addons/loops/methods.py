@@ -68,8 +68,9 @@ def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
                 advice = _PIPELINE
             raise LossError(
                 f"The model replaces {name} of Keras, which tmg.{function} does not call: a "
-                f"replica has only a part of each batch. Received: {type(model).__name__}.{name}. "
-                f"{advice}\nOn one device write model.{function}(...)."
+                "replica has only a part of each batch.",
+                f"{type(model).__name__}.{name}",
+                f"{advice}\nOn one device write model.{function}(...).",
             )
 
 
@@ -105,9 +106,11 @@ def in_one_thread(function: Callable[_Arguments, _Result]) -> Callable[_Argument
         if not lock.acquire(blocking=False):
             raise TfMultiGpuError(
                 "Two threads cannot train or evaluate one model at a time: they would mix its "
-                f"metrics and weights. Received: {function.__name__} of model {model.name!r}, "
-                "while fit or evaluate runs in another thread. Wait for that one, thread.join(), "
-                "or give each thread a model of its own; tmg.predict(model, x) may run meanwhile."
+                "metrics and weights.",
+                f"{function.__name__} of model {model.name!r}, while fit or evaluate runs in "
+                "another thread",
+                "Wait for that one, thread.join(), or give each thread a model of its own; "
+                "tmg.predict(model, x) may run meanwhile.",
             )
         try:
             return function(*args, **kwargs)

@@ -128,7 +128,8 @@ def _join(*parts: Scalar) -> Any:
         return np.concatenate(parts)
     what = f"examples of shapes {shapes}" if np.ndim(parts[0]) else "one value per batch"
     raise DataError(
-        f"The predictions of the batches do not make one array. Received: {what}. Return one value "
-        "per example, and pad the inputs to one length; or use tmg.make_predict_step and keep the "
-        "batches apart."
+        "The predictions of the batches do not make one array.",
+        what,
+        "Return one value per example, and pad the inputs to one length; or use "
+        "tmg.make_predict_step and keep the batches apart.",
     )

@@ -78,9 +78,10 @@ class Program:
                 )
             if made is not None and made.strategy is not strategy:
                 raise ScopeError(
-                    "The step was made for another strategy than that of the model. Received: a "
-                    f"step for {describe(made.strategy)}; model {model.name!r} of "
-                    f"{describe(strategy)}. Make both in the scope of one strategy."
+                    "The step was made for another strategy than that of the model.",
+                    f"a step for {describe(made.strategy)}; model {model.name!r} of "
+                    f"{describe(strategy)}",
+                    "Make both in the scope of one strategy.",
                 )
         if step is not None:
             _check_trains(step, model)
@@ -148,9 +149,9 @@ class Program:
             return
         if not (getattr(self.model, "compiled", False) and compile_arguments(self.model)["loss"]):
             raise LossError(
-                "fit has validation data and nothing to validate with. Received: model "
-                f"{self.model.name!r} without a compiled loss. Give eval_step="
-                "tmg.make_eval_step(model, loss, strategy), or compile a loss."
+                "fit has validation data and nothing to validate with.",
+                f"model {self.model.name!r} without a compiled loss",
+                "Give eval_step=tmg.make_eval_step(model, loss, strategy), or compile a loss.",
             )
         refuse_own_methods(self.model, "evaluate")
 
@@ -192,7 +193,7 @@ def _check_only_optimizer(model: KerasModel) -> None:
     compiled = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
     if compiled:
         raise LossError(
-            "forward computes the loss itself and shows no labels and predictions to metrics. "
-            f"Received: forward, and a model compiled with {' and '.join(compiled)}. Write "
-            "model.compile(optimizer=...), and update metrics of the model in forward."
+            "forward computes the loss itself and shows no labels and predictions to metrics.",
+            f"forward, and a model compiled with {' and '.join(compiled)}",
+            "Write model.compile(optimizer=...), and update metrics of the model in forward.",
         )

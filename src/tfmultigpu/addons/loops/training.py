@@ -225,9 +225,7 @@ def checked_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("steps_per_epoch", "validation_steps"):
         check_steps(arguments[name], name)
     if not isinstance(arguments["shuffle"], bool):
-        raise DataError(
-            f"shuffle must be True or False. Received: shuffle={arguments['shuffle']!r}."
-        )
+        raise DataError("shuffle must be True or False.", f"shuffle={arguments['shuffle']!r}")
     # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
     if most := getattr(keras.config, "max_steps_per_epoch", lambda: None)():
         arguments["steps_per_epoch"] = min(most, arguments["steps_per_epoch"] or most)

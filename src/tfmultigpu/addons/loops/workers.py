@@ -33,8 +33,10 @@ def check_alike(
         name, other = difference
         raise ClusterError(
             f"The workers call {function} with different arguments, so some would wait for the "
-            f"others forever. Received: {name}={arguments[name]!r} on worker {exchange.worker}, "
-            f"and another value on worker {other}. Run the same program on every worker."
+            "others forever.",
+            f"{name}={arguments[name]!r} on worker {exchange.worker}, and another value on worker "
+            f"{other}",
+            "Run the same program on every worker.",
         )
 
 
@@ -62,8 +64,9 @@ def check_same_training(
         value = f"learning rate {rates[first]:g}" if first < len(rates) else "weights"
         raise ClusterError(
             "Only some workers changed their learning rate or weights, so the replicas no longer "
-            f"have one model. Received: {value} of this worker, and others elsewhere. Give "
-            "callbacks that change training (ReduceLROnPlateau, LearningRateScheduler, "
-            "EarlyStopping, your own) to every worker. Only callbacks that just log may run on one "
-            "worker."
+            "have one model.",
+            f"{value} of this worker, and others elsewhere",
+            "Give callbacks that change training (ReduceLROnPlateau, LearningRateScheduler, "
+            "EarlyStopping, your own) to every worker. Only callbacks that just log may run on "
+            "one worker.",
         )

@@ -47,14 +47,16 @@ class LayersByHand(Feature):
         replicas = step.strategy.num_replicas_in_sync
         if replicas > 1:
             raise TfMultiGpuError(
-                f"Layers are placed by hand on one replica. Received: LayersByHand and {replicas} "
-                "replicas. Write make_train_step(..., tf.distribute.get_strategy())."
+                "Layers are placed by hand on one replica.",
+                f"LayersByHand and {replicas} replicas",
+                "Write make_train_step(..., tf.distribute.get_strategy()).",
             )
         in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
         if self.loop is not None and not in_parts:
             raise TfMultiGpuError(
-                "A pipeline needs several micro-batches. Received: micro_batches=1. Write "
-                "micro_batches=8."
+                "A pipeline needs several micro-batches.",
+                "micro_batches=1",
+                "Write micro_batches=8.",
             )
 
     def on_one_device(self) -> Feature:

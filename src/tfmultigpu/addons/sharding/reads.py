@@ -94,9 +94,9 @@ class ShardedReads(Feature):
             return
         if self._by_xla:
             raise TfMultiGpuError(
-                "XLA cannot read a variable on another device. Received: jit_compile=True for a "
-                f"model with {len(devices)} sharded variables. Leave jit_compile out, or create "
-                "the model without tmg.sharded_variables()."
+                "XLA cannot read a variable on another device.",
+                f"jit_compile=True for a model with {len(devices)} sharded variables",
+                "Leave jit_compile out, or create the model without tmg.sharded_variables().",
             )
         begin, replica = _count(), _ReplicaTrace()
         self._replicas[_own_number()] = replica

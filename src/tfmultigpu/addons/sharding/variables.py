@@ -78,8 +78,9 @@ class _Loads:
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
-                "The workers shard other variables. Received: "
-                f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
+                "The workers shard other variables.",
+                f"at_least={[int(one) for one in counts[:, 0]]}, by worker",
+                "Give all the same.",
             )
         self.bytes = [int(one) for one in alive.max(axis=0)]
         least = tuple(float(one) for one in memory.min(axis=0))
@@ -95,14 +96,16 @@ class _Loads:
             name = _private.path_of(name)
             if size > max(memory):  # More devices, or other variables elsewhere, do not help.
                 raise DataError(
-                    "One variable is larger than every device, and a variable is not divided. "
-                    f"Received: {name!r} of {size:,} bytes; {table}. Make it of several layers, "
-                    "each with a part of the units or classes, and join their outputs: "
-                    "keras.ops.concatenate(parts, axis=-1). Or halve it: dtype='bfloat16'."
+                    "One variable is larger than every device, and a variable is not divided.",
+                    f"{name!r} of {size:,} bytes; {table}",
+                    "Make it of several layers, each with a part of the units or classes, and "
+                    "join their outputs: keras.ops.concatenate(parts, axis=-1). Or halve it: "
+                    "dtype='bfloat16'.",
                 )
             raise DataError(
-                f"The variables do not fit on the devices. Received: {name!r} of {size:,} bytes, "
-                f"after {table}. Take more devices, or `del` other models, which count too."
+                "The variables do not fit on the devices.",
+                f"{name!r} of {size:,} bytes, after {table}",
+                "Take more devices, or `del` other models, which count too.",
             )
         self.alive[device] += size
         if self.bytes is not self.alive:
@@ -155,8 +158,9 @@ def sharded_variables(
     at_least = check_count("at_least", at_least, 0)
     if not tf.distribute.has_strategy():
         raise ScopeError(
-            "sharded_variables was entered outside the scope of a strategy. Write both in this "
-            "order: with strategy.scope(), tmg.sharded_variables():"
+            "sharded_variables was entered outside the scope of a strategy.",
+            "",
+            "Write both in this order: with strategy.scope(), tmg.sharded_variables():",
         )
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync == 1 or len(strategy.extended.worker_devices) == 1:
@@ -164,8 +168,9 @@ def sharded_variables(
         return
     if not is_mirrored(strategy):
         raise TfMultiGpuError(
-            "Variables can be sharded over the devices of a mirrored strategy only. Received: "
-            f'{describe(strategy)}. Write tmg.create_strategy(prefer="mirrored").'
+            "Variables can be sharded over the devices of a mirrored strategy only.",
+            describe(strategy),
+            'Write tmg.create_strategy(prefer="mirrored").',
         )
     devices = strategy.extended.worker_devices
     with lock_of(strategy):  # Once, whichever thread is first.
@@ -236,9 +241,10 @@ def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) 
         )
     if other is not None:
         raise ClusterError(
-            f"The workers create different variables. Received: {name!r} of shape "
-            f"{tuple(value.shape)} and {value.dtype.name} on worker {exchange.worker}, and another "
-            f"{other[0]} on worker {other[1]}. Create the same model on every worker."
+            "The workers create different variables.",
+            f"{name!r} of shape {tuple(value.shape)} and {value.dtype.name} on worker "
+            f"{exchange.worker}, and another {other[0]} on worker {other[1]}",
+            "Create the same model on every worker.",
         )
 
 
@@ -270,9 +276,10 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
             with tf.device(variable.device):
                 return function(variable, *args, **(options.get("kwargs") or {}))
         raise TfMultiGpuError(
-            "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
-            f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
-            "Write tmg.fit(model, data) or tmg.make_train_step(model, optimizer, loss, strategy)."
+            "A sharded variable is updated once, not by every replica.",
+            f"optimizer.apply, or Keras' own fit, for {variable.name!r} on "
+            f"{parse_device_name(variable.device)}",
+            "Write tmg.fit(model, data) or tmg.make_train_step(model, optimizer, loss, strategy).",
         )
 
     wrap_for_good(strategy.extended, "colocate_vars_with", colocate_vars_with)
@@ -285,9 +292,10 @@ def _refuse_replicas(variable: KerasVariable, write: str) -> None:
     if context is None or context.strategy is not variable.distribute_strategy:
         return
     raise TfMultiGpuError(
-        f"All replicas share a sharded variable, so none may write to it. Received: {write} of "
-        f"{variable.name!r} in a replica. Create it by add_weight(..., trainable=False), which is "
-        "mirrored, or outside tmg.sharded_variables()."
+        "All replicas share a sharded variable, so none may write to it.",
+        f"{write} of {variable.name!r} in a replica",
+        "Create it by add_weight(..., trainable=False), which is mirrored, or outside "
+        "tmg.sharded_variables().",
     )
 
 
@@ -312,8 +320,8 @@ def memory_of_devices(
     given = {parse_device_name(name): float(size) for name, size in memory.items()}
     if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
         raise DataError(
-            "memory has a positive number of bytes for each device of the strategy. Received: "
-            f"memory={memory!r} for {', '.join(names)}."
+            "memory has a positive number of bytes for each device of the strategy.",
+            f"memory={memory!r} for {', '.join(names)}",
         )
     return tuple(given[name] for name in names)
 

@@ -75,9 +75,10 @@ def check_function(train: Any) -> None:
     except (TypeError, ValueError) as error:
         name = getattr(train, "__name__", type(train).__name__)
         raise TfMultiGpuError(
-            f"Without a dataset, the function makes its own data and takes the strategy. "
-            f"Received: {name}, {error}. Write def train(strategy), which returns "
-            "model.get_weights(); or give the dataset: assert_replica_invariant(build, batches)."
+            "Without a dataset, the function makes its own data and takes the strategy.",
+            f"{name}, {error}",
+            "Write def train(strategy), which returns model.get_weights(); or give the dataset: "
+            "assert_replica_invariant(build, batches).",
         ) from None
 
 
@@ -86,7 +87,7 @@ def run(train: Train, strategy: tf.distribute.Strategy) -> Values:
     keras.utils.set_random_seed(0)
     values = dict(_named(train(strategy), "result", strategy))
     if not values:
-        raise TfMultiGpuError(f"train returned nothing to compare. Received: no array. {_RETURN}")
+        raise TfMultiGpuError("train returned nothing to compare.", "no array", _RETURN)
     return values
 
 
@@ -95,9 +96,10 @@ def check_finite(expected: Values) -> None:
     for name, (array, *_) in expected.items():
         if array.size and array.dtype.kind in "fc" and not np.isfinite(array).any():
             raise TfMultiGpuError(
-                f"One device has no finite number to compare with. Received: {name} of "
-                f"{array.ravel()[0]}. Train so that one device does not diverge: a smaller "
-                "learning rate, fewer steps; or leave that array out."
+                "One device has no finite number to compare with.",
+                f"{name} of {array.ravel()[0]}",
+                "Train so that one device does not diverge: a smaller learning rate, fewer steps; "
+                "or leave that array out.",
             )
 
 
@@ -152,9 +154,10 @@ def _named(
         yield f"{name} ({path})", _copies(variable, strategy)
     elif isinstance(value, tf.distribute.DistributedValues):
         raise TfMultiGpuError(
-            f"strategy.run returns a value for each replica, and one device has one. Received: "
-            f"{name} of {type(value).__name__}. Return what is computed of all of them: "
-            'strategy.reduce("SUM", value, axis=None), or for rows strategy.gather(value, axis=0).'
+            "strategy.run returns a value for each replica, and one device has one.",
+            f"{name} of {type(value).__name__}",
+            'Return what is computed of all of them: strategy.reduce("SUM", value, axis=None), or '
+            "for rows strategy.gather(value, axis=0).",
         )
     elif isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         for place, part in enumerate(tf.nest.flatten(value, expand_composites=True)):
@@ -178,7 +181,6 @@ def _array(value: Any, name: str) -> np.ndarray:
     # An array of objects, or a function or a model that NumPy wraps into one.
     if array.dtype.kind == "O" and not all(isinstance(v, str | bytes) for v in array.ravel()):
         raise TfMultiGpuError(
-            f"train returned what cannot be compared. Received: {name} of "
-            f"{type(value).__name__}. {_RETURN}"
+            "train returned what cannot be compared.", f"{name} of {type(value).__name__}", _RETURN
         )
     return array

@@ -168,9 +168,10 @@ def _batches_of(dataset: Any) -> list[Any]:
     batches = [] if isinstance(dataset, tuple) else list(dataset)
     if not batches:
         raise TfMultiGpuError(
-            f"dataset must yield global batches. Received: {type(dataset).__name__} of "
-            f"{len(batches)} batches. Give a list of batches [(x, y), (x, y)], or "
-            "tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
+            "dataset must yield global batches.",
+            f"{type(dataset).__name__} of {len(batches)} batches",
+            "Give a list of batches [(x, y), (x, y)], or tf.data.Dataset.from_tensor_slices((x, "
+            "y)).batch(n).",
         )
 
     def as_tensor(leaf: Any) -> Any:
@@ -184,8 +185,9 @@ def _build(build: Callable[[], Any]) -> Training:
     training = build()
     if not isinstance(training, Training):
         raise TfMultiGpuError(
-            f"build must return a Training. Received: {type(training).__name__}. Write return "
-            "tmg.testing.Training(model, optimizer, loss)."
+            "build must return a Training.",
+            type(training).__name__,
+            "Write return tmg.testing.Training(model, optimizer, loss).",
         )
     check_backend(training.model, training.optimizer, training.loss)
     return training

@@ -55,9 +55,9 @@ def find_batch_size(
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
-            "If one of several workers runs out of memory, the others wait for it for ever. "
-            f"Received: {strategy.num_replicas_in_sync} replicas of several workers. Call "
-            "find_batch_size in a separate process, on one machine, before create_strategy."
+            "If one of several workers runs out of memory, the others wait for it for ever.",
+            f"{strategy.num_replicas_in_sync} replicas of several workers",
+            "Call find_batch_size in a separate process, on one machine, before create_strategy.",
         )
     fits, too_large = 0, largest + 1
     size = min(start, largest)
@@ -71,8 +71,10 @@ def find_batch_size(
             size = (fits + too_large) // 2
     if fits == 0:
         raise OutOfMemoryError(
-            "A batch of one example does not fit into memory. Make the model smaller, train it in "
-            "float16 or bfloat16 (keras.mixed_precision), or put it on several devices."
+            "A batch of one example does not fit into memory.",
+            "",
+            "Make the model smaller, train it in float16 or bfloat16 (keras.mixed_precision), or "
+            "put it on several devices.",
         )
     return fits
 

@@ -65,8 +65,9 @@ def memory_capacities(
     unknown = [replica for replica, left in enumerate(capacities) if math.isnan(left)]
     if unknown:
         raise DataError(
-            f"Another worker could not determine the memory of its replicas {unknown}. It ends "
-            "with an error that gives the reason: see its log."
+            f"Another worker could not determine the memory of its replicas {unknown}.",
+            "",
+            "It ends with an error that gives the reason: see its log.",
         )
     return capacities
 
@@ -80,9 +81,9 @@ def _given_memory(memory: Any, devices: Sequence[str]) -> dict[str, float]:
     given = {parse_device_name(name): float(size) for name, size in memory.items()}
     if not given.keys() <= {*devices} or not all(0 < size < math.inf for size in given.values()):
         raise DataError(
-            "memory must be a positive number of bytes for replicas of this process. Received: "
-            f"memory={memory} for {', '.join(devices)}. Write "
-            f"memory={{{devices[0]!r}: 8 * 1024**3}}."
+            "memory must be a positive number of bytes for replicas of this process.",
+            f"memory={memory} for {', '.join(devices)}",
+            f"Write memory={{{devices[0]!r}: 8 * 1024**3}}.",
         )
     return given
 
@@ -107,6 +108,7 @@ def _memory_left(name: str) -> float:
     else:
         return float(free)
     raise DataError(
-        f"The memory of {name} {reason}. Or give it in bytes: "
-        f"memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
+        f"The memory of {name} {reason}.",
+        "",
+        f"Or give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}}).",
     )

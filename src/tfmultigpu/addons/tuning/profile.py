@@ -118,7 +118,7 @@ def profile_step(
     check_count("steps", steps, error=ValueError)
     batch = next(iter(data), None)
     if batch is None:
-        raise DataError("There is no batch to profile. Received: data that is empty.")
+        raise DataError("There is no batch to profile.", "data that is empty")
     first = _seconds(step, batch)
     batches = itertools.chain.from_iterable(itertools.repeat(data))
     waits, calls, examples = [], [], []

@@ -56,20 +56,22 @@ def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[f
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     if not leaves or not all(len(getattr(leaf, "shape", ())) for leaf in leaves):
         raise DataError(
-            "batch must be a whole global batch of arrays or tensors, not yet divided. Received: "
-            f"{', '.join(sorted({type(leaf).__name__ for leaf in leaves}))}. Write "
-            "measured_capacities(step, (x[:256], y[:256]))."
+            "batch must be a whole global batch of arrays or tensors, not yet divided.",
+            ", ".join(sorted({type(leaf).__name__ for leaf in leaves})),
+            "Write measured_capacities(step, (x[:256], y[:256])).",
         )
     examples = int(leaves[0].shape[0])
     if examples < 4 * replicas:
         raise DataError(
-            f"The batch is too small to measure speeds. Received: {examples} examples for "
-            f"{replicas} replicas. Give {4 * replicas} or more, best all that one replica holds."
+            "The batch is too small to measure speeds.",
+            f"{examples} examples for {replicas} replicas",
+            f"Give {4 * replicas} or more, best all that one replica holds.",
         )
     if not (step.model.built and step.optimizer.built):
         raise DataError(
-            "Measuring trains and then restores the variables, so they must exist before. Received:"
-            f" a step whose model {step.model.name!r} has seen no batch. Call step(batch) once."
+            "Measuring trains and then restores the variables, so they must exist before.",
+            f"a step whose model {step.model.name!r} has seen no batch",
+            "Call step(batch) once.",
         )
     most = examples - replicas + 1
     shares = [[most if other == replica else 1 for other in range(replicas)]
@@ -97,8 +99,9 @@ def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[f
     if min(seconds) <= 0:
         raise DataError(
             "More examples did not take a replica longer, so its speed cannot be told from the "
-            f"cost of a step. Received: {examples} examples, seconds per example {seconds}. Give a "
-            f"larger batch, or more repeats than {repeats}."
+            "cost of a step.",
+            f"{examples} examples, seconds per example {seconds}",
+            f"Give a larger batch, or more repeats than {repeats}.",
         )
     return tuple(1.0 / each for each in seconds)
 

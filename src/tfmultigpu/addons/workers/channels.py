@@ -9,11 +9,13 @@ import socket
 import struct
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
+from tfmultigpu.addons.workers.sources import port_advice
 from tfmultigpu.errors import ClusterError
 
+Message: TypeAlias = dict[str, Any]  # What JSON holds.
 _RESOLVE_SECONDS = 10.0
 _MESSAGE_SECONDS = 2
 _LONGEST_MESSAGE = 1 << 20
@@ -37,13 +39,13 @@ def connect(address: str) -> Connection:
     return as_channel(opened)
 
 
-def send(channel: Connection, message: dict[str, Any]) -> None:
+def send(channel: Connection, message: Message) -> None:
     """Sends a message, unless the other end is gone or does not read."""
     with contextlib.suppress(OSError):
         channel.send_bytes(json.dumps(message).encode())
 
 
-def receive(channel: Connection, seconds: float | None) -> dict[str, Any]:
+def receive(channel: Connection, seconds: float | None) -> Message:
     """Returns the next message; raises ``ValueError`` if it is not one, else ``OSError``."""
     if not channel.poll(seconds):
         raise TimeoutError("it does not answer")
@@ -73,17 +75,17 @@ def listen(cluster: Cluster) -> socket.socket:
         except OSError as error:
             # The name of a new pod may not resolve at once.
             if not isinstance(error, socket.gaierror) or time.monotonic() > end:
-                raise ClusterError(_cannot_listen(cluster, error)) from error
+                raise _cannot_listen(cluster, error) from error
             time.sleep(0.5)
 
 
-def _cannot_listen(cluster: Cluster, error: OSError) -> str:
-    problem = {
-        errno.EADDRINUSE: "is taken by another program, maybe a worker of an earlier run: "
-        "`ss -ltnp` names it",
-        errno.EADDRNOTAVAIL: "is not an address of this machine",
-    }.get(error.errno or 0, f"cannot be listened on: {error.strerror}")
-    change = f"Correct the index of this worker, or the list, in {cluster.source} on every worker"
-    if cluster.source == "Slurm":
-        change = "Set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
-    return f"its address {cluster.address} {problem}. {change}."
+def _cannot_listen(cluster: Cluster, error: OSError) -> ClusterError:
+    if error.errno == errno.EADDRINUSE:
+        problem = (
+            "is taken by another program, maybe a worker of an earlier run: `ss -ltnp` names it"
+        )
+    elif error.errno == errno.EADDRNOTAVAIL:
+        problem = "is not an address of this machine"
+    else:
+        problem = f"cannot be listened on: {error.strerror}"
+    return ClusterError(f"its address {cluster.address} {problem}.", "", port_advice(cluster))

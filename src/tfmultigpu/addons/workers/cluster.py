@@ -75,7 +75,7 @@ class Cluster:
         return f"{self.name(self.index)} ({self.source})"
 
     def _wrong(self, what: str, value: object, cure: str = _EXAMPLE) -> ClusterError:
-        return ClusterError(f"{self.source}: {what}. {cure}. Received: {value!r:.2000}")
+        return ClusterError(f"{self.source}: {what}.", f"{value!r:.2000}", f"{cure}.")
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -5,13 +5,28 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
 from tfmultigpu.addons.workers.channels import receive, send
 
-BROKEN_OFF = "its connection broke off without a message: it was killed, or its machine failed"
+
+@dataclass(frozen=True)
+class End:
+    """The end of a worker.
+
+    Attributes:
+        how: What happened, in words.
+        lost_another: Whether it ended because another worker had ended before.
+    """
+
+    how: str
+    lost_another: bool = False
+
+
+BROKEN_OFF = End("its connection broke off without a message: it was killed, or its machine failed")
 # A process does not know its exit code then: sys.exit leaves no trace that could be read.
-FINISHED = "its program ended without an error, at its last line or by sys.exit"
+FINISHED = End("its program ended without an error, at its last line or by sys.exit")
 
 
 class Ends:
@@ -24,41 +39,42 @@ class Ends:
         """Takes the position of this worker, and the connections of the meeting."""
         self._index, self._channels = index, channels
         self._process = os.getpid()
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, End] = {}
         self._changed, self._sending = threading.Condition(), threading.Lock()
         for peer, channel in channels.items():
             threading.Thread(target=self._listen, args=(peer, channel), daemon=True).start()
 
-    def wait(self, seconds: float | None) -> dict[int, str]:
+    def wait(self, seconds: float | None) -> dict[int, End]:
         """Waits until a worker has ended; returns how each ended, the first to end first."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ended), seconds)
             return dict(self._ended)
 
-    def leave(self, how: str) -> None:
+    def leave(self, end: End) -> None:
         """Tells the others that this worker ends, and how; does nothing in a fork of it."""
         if os.getpid() == self._process:
-            self._tell(self._index, how)
+            self._tell(self._index, end)
 
     def _listen(self, peer: int, channel: Connection) -> None:
         try:
             while True:
                 message = receive(channel, None)
-                self._note(int(message["worker"]), str(message["how"]))
+                end = End(str(message["how"]), bool(message["lost_another"]))
+                self._note(int(message["worker"]), end)
         except (OSError, ValueError, KeyError, TypeError):
             self._note(peer, BROKEN_OFF)
 
-    def _note(self, worker: int, how: str) -> None:
+    def _note(self, worker: int, end: End) -> None:
         with self._changed:
             if worker in self._ended or worker == self._index:
                 return
-            self._ended[worker] = how
+            self._ended[worker] = end
             self._changed.notify_all()
         if self._index == 0:
-            self._tell(worker, how)
+            self._tell(worker, end)
 
-    def _tell(self, worker: int, how: str) -> None:
+    def _tell(self, worker: int, end: End) -> None:
         with self._sending:
             for peer, channel in self._channels.items():
                 if peer != worker:
-                    send(channel, {"worker": worker, "how": how})
+                    send(channel, {"worker": worker, **asdict(end)})

@@ -10,7 +10,6 @@ import os
 import platform
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -21,10 +20,11 @@ from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
+from tfmultigpu.addons.workers.notes import note_joined
+from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
 
-_JOBS = ("TFMULTIGPU_JOB_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
 # All workers are here when TensorFlow starts, so these are long.
 _REGISTER_SECONDS = 30.0
 _JOIN_SECONDS = 60.0
@@ -36,13 +36,13 @@ def join(
     devices: Sequence[str],
     communication: str,
     timeout: float,
-    problem: str | None = None,
+    problem: ClusterError | None = None,
 ) -> tf.distribute.Strategy:
     """Joins the other workers; of the arguments only ``cluster.index`` differs between them."""
     kind = devices[0].split(":")[0]
     card = {
         "the cluster": f"{list(cluster.workers)}",
-        "the job": next((os.environ[name] for name in _JOBS if name in os.environ), ""),
+        "the job": job_id(os.environ),
         "their devices": f"{len(devices)} {kind}",
         "communication": communication,
         "the version of tfmultigpu": __version__,
@@ -67,14 +67,15 @@ def join(
                 cluster_resolver=resolver, communication_options=options
             )
     except (RuntimeError, ValueError, tf.errors.OpError) as error:
-        left = "; ".join(f"{cluster.name(i)}: {how}" for i, how in ends.wait(0.0).items())
+        left = "; ".join(f"{cluster.name(i)}: {end.how}" for i, end in ends.wait(0.0).items())
         raise ClusterError(
             f"The workers met, but TensorFlow could not start {cluster}. "
-            f"{left or 'No worker has ended'}. Restart every worker: TensorFlow cannot try twice "
-            f"in a process. TensorFlow says: {error}"
+            f"{left or 'No worker has ended'}.",
+            "",
+            "Restart every worker: TensorFlow cannot try twice in a process. TensorFlow says: "
+            f"{error}",
         ) from error
-    if launched := os.environ.get("TFMULTIGPU_JOINED"):
-        Path(launched).touch()  # The launcher looks for it.
+    note_joined()
     process_state.cluster = JoinedWorkers(cluster, ends)
     return strategy
 

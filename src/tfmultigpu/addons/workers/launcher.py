@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfmultigpu.addons.workers.channels import connect
+from tfmultigpu.addons.workers.notes import JOINED, has_lost_another
 from tfmultigpu.addons.workers.processes import (
     Outcome,
     free_addresses,
@@ -50,8 +51,9 @@ def launch(
     check_count("restarts", restarts, 0, error=ClusterError)
     if not module and not Path(script).is_file():
         raise ClusterError(
-            f"There is no such script. Received: {script!r}, in {Path.cwd()}. Write the path of a "
-            "Python script, or -m and the name of a module."
+            "There is no such script.",
+            f"{script!r}, in {Path.cwd()}",
+            "Write the path of a Python script, or -m and the name of a module.",
         )
     environ, gpus = dict(os.environ), _gpus_of_workers(workers)
     command = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
@@ -59,7 +61,7 @@ def launch(
     with _signals_in_a_queue() as signals, tempfile.TemporaryDirectory() as folder:
         for attempt in range(restarts + 1):
             joined = Path(folder, f"{attempt}")  # ``create_strategy`` makes the file.
-            environ["TFMULTIGPU_JOB_ID"] = environ["TFMULTIGPU_JOINED"] = str(joined)
+            environ["TFMULTIGPU_JOB_ID"] = environ[JOINED] = str(joined)
             environ["TFMULTIGPU_ATTEMPT"] = f"{attempt}"
             addresses = free_addresses(workers)
             run = _Run(addresses, signals)
@@ -71,7 +73,7 @@ def launch(
                 signals=signals,
                 on_poll=run.look_for_a_server,
             )
-            code = run.exit_code(outcome, joined.exists())
+            code = run.exit_code(outcome, joined)
             if not outcome.failed or outcome.signal is not None:
                 break
             if attempt < restarts:
@@ -125,36 +127,50 @@ class _Run:
                 connect(self._first).close()
                 self._served = True
 
-    def exit_code(self, outcome: Outcome, joined: bool) -> int:
+    def exit_code(self, outcome: Outcome, joined: Path) -> int:
         """Says how the workers ended; returns the exit code."""
         if outcome.signal is not None:
             name = signal.Signals(outcome.signal).name
-            stopped = [str(i) for i, code in enumerate(outcome.codes) if code is None]
-            more = f"; stopped 30 s later: worker {', '.join(stopped)}" if stopped else ""
+            stopped = _workers_with(None, outcome)
+            more = ""
+            if stopped:
+                more = f"; stopped 30 s later: worker {', '.join(stopped)}"
             _say(f"Interrupted: {name} was passed on to all workers{more}.")
-            return 128 + outcome.signal if stopped or outcome.failed else 0
+            if stopped or outcome.failed:
+                return 128 + outcome.signal
+            return 0
         if outcome.failed:
-            # One that names another as lost is not the first, whichever ended sooner.
-            lost = [i for i in outcome.failed if "WorkerLostError" in "".join(self._last[i])]
-            first = next((i for i in outcome.failed if i not in lost), outcome.failed[0])
+            # One that has lost another is not the first, whichever ended sooner.
+            first = outcome.failed[0]
+            for worker in outcome.failed:
+                if not has_lost_another(joined, worker):
+                    first = worker
+                    break
             code = outcome.codes[first] or 1
             end = "".join(f"\n  {line}" for line in self._last[first])
-            done = [str(i) for i, other in enumerate(outcome.codes) if other == 0]
+            done = _workers_with(0, outcome)
             others = "all others were stopped"
             if done:
                 others = f"worker {', '.join(done)} had nothing left to do and ended with code 0"
             how = f"{how_it_ended(code)}, the first to fail; {others}"
             _say(f"Worker {first} of {self._workers} {how}. Its output ends with:{end}")
-            return code if code > 0 else 128 - code
-        joined |= self._served
-        if not joined:
+            if code < 0:  # A signal, as a shell says it.
+                return 128 - code
+            return code
+        is_joined = self._served or joined.exists()
+        if not is_joined:
             _say(
                 f"The {self._workers} workers never joined each other: each trained a model of its "
                 "own, if it trained. Write strategy = tmg.create_strategy() directly after the "
                 "imports, and build the model in strategy.scope(). A program for one process: "
                 "--workers 1."
             )
-        return int(not joined)
+        return int(not is_joined)
+
+
+def _workers_with(code: int | None, outcome: Outcome) -> list[str]:
+    """Returns the workers that ended with an exit code; with None those that were stopped."""
+    return [str(worker) for worker, other in enumerate(outcome.codes) if other == code]
 
 
 def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
@@ -169,20 +185,31 @@ def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
     share = len(gpus) // workers
     if gpus and not share:
         raise DeviceNotFoundError(
-            f"{workers} workers need a GPU each, and there are {len(gpus)}. Write --workers "
-            f"{len(gpus)}; or set CUDA_VISIBLE_DEVICES=-1, and all train on the CPU."
+            f"{workers} workers need a GPU each, and there are {len(gpus)}.",
+            "",
+            f"Write --workers {len(gpus)}; or set CUDA_VISIBLE_DEVICES=-1, and all train on the "
+            "CPU.",
         )
-    parts = [gpus[i * share : (i + 1) * share] for i in range(workers)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {} for part in parts]
+    environments = []
+    for worker in range(workers):
+        part = gpus[worker * share : (worker + 1) * share]
+        environment = {}
+        if part:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(part)
+        environments.append(environment)
+    return environments
 
 
 @contextlib.contextmanager
 def _signals_in_a_queue() -> Iterator[queue.SimpleQueue[int]]:
     """Collects signals to pass on, in the main thread only."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    names = _PASSED_ON if threading.current_thread() is threading.main_thread() else ()
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {n: signal.signal(n, lambda received, _: signals.put(received)) for n in numbers}
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in _PASSED_ON:
+            number = getattr(signal, name, None)
+            if number is not None:
+                before[number] = signal.signal(number, lambda received, _: signals.put(received))
     try:
         yield signals
     finally:

@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.cluster import Cluster
-from tfmultigpu.addons.workers.ends import FINISHED, Ends
+from tfmultigpu.addons.workers.ends import FINISHED, End, Ends
+from tfmultigpu.addons.workers.notes import note_lost
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
 from tfmultigpu.strategies.worker_exchange import different_calls
 
@@ -45,6 +46,7 @@ _ABORT_SECONDS = 20.0
 _END_SECONDS = 45.0
 _EXIT_SECONDS = 8.0
 _LONGEST = 300
+_SILENT = End("it does not answer: it is frozen, or its machine failed")
 
 
 class JoinedWorkers:
@@ -111,26 +113,31 @@ class JoinedWorkers:
             return None
         ended = self._ends.wait(_NEWS_SECONDS)
         # One that is frozen keeps its connections, and others may have ended because of it.
-        causes = {i: how for i, how in ended.items() if "WorkerLostError" not in how}
+        causes = {i: end for i, end in ended.items() if not end.lost_another}
         lines = text.splitlines() or [type(error).__name__]
-        said = next((line for line in lines if _GONE.search(line)), lines[-1])
+        said = lines[-1]
+        for line in lines:
+            if _GONE.search(line):
+                said = line
+                break
         return self._lost(causes or self._silent(text) or ended, said.strip())
 
-    def _silent(self, text: str) -> dict[int, str]:
+    def _silent(self, text: str) -> dict[int, End]:
         """Returns who does not answer, as TensorFlow says."""
         tasks = _REPORTED.findall(text)
         if not tasks and "CoordinationService/" in text:
             tasks = ["0"]  # The first worker, which counts the heartbeats of the others.
         silent = sorted({int(task) for task in tasks or _TASK.findall(text)} - {self.index})
-        return dict.fromkeys(silent, "it does not answer: it is frozen, or its machine failed")
+        return dict.fromkeys(silent, _SILENT)
 
-    def _lost(self, ended: dict[int, str], said: str) -> WorkerLostError:
-        who = "; then ".join(f"{self._cluster.name(i)}: {how}" for i, how in ended.items())
+    def _lost(self, ended: dict[int, End], said: str) -> WorkerLostError:
+        note_lost(self.index)
+        who = "; then ".join(f"{self._cluster.name(i)}: {end.how}" for i, end in ended.items())
         cure = (
             "Its log has the reason. Start all workers again; they resume from the last checkpoint "
             "that they restore. `python -m tfmultigpu launch --restarts 3` does so on one machine."
         )
-        if ended and all(how == FINISHED for how in ended.values()):
+        if ended and all(end == FINISHED for end in ended.values()):
             # The programs differ in what they call: they would do so again.
             cure = (
                 "This worker made a call that the other did not, and starting again would end in "
@@ -140,7 +147,9 @@ class JoinedWorkers:
             )
         return WorkerLostError(
             "Another worker is gone, and the others cannot continue without it. First to go: "
-            f"{who or 'TensorFlow does not say which'}. {cure} TensorFlow says: {said[:_LONGEST]}"
+            f"{who or 'TensorFlow does not say which'}.",
+            "",
+            f"{cure} TensorFlow says: {said[:_LONGEST]}",
         )
 
     def _watch(self) -> None:
@@ -153,7 +162,7 @@ class JoinedWorkers:
             waits = [time.monotonic() - max(began, heard) for began in list(self._calls.values())]
             waited = max(waits, default=0.0)
             ended = self._ends.wait(0.0)
-            failed = any(how != FINISHED for how in ended.values())
+            failed = any(end != FINISHED for end in ended.values())
             if not aborted and (failed or waited > _ABORT_SECONDS):
                 aborted = True  # Collectives raise now, and the program ends in its usual way.
                 _private.abort_collectives(_ABORTED)
@@ -174,22 +183,25 @@ class JoinedWorkers:
             return
         # Other threads, and what is registered with atexit, may still save something.
         _end_within(_END_SECONDS)
-        self._ends.leave(_words_of(error))
+        self._ends.leave(_end_by(error))
         if (explained := self._explain(error)) is not None:
             _print(explained)
 
     def _end(self) -> None:
         """Tells the others that the program ends; after a failure nothing may hold it for long."""
         error = getattr(sys, "last_value", None)  # What has ended the program, if anything.
-        self._ends.leave(FINISHED if error is None else _words_of(error))
+        self._ends.leave(FINISHED if error is None else _end_by(error))
         others = self._ends.wait(0.0).values()
-        if error is not None or any(how != FINISHED for how in others):
+        if error is not None or any(end != FINISHED for end in others):
             _end_within(_EXIT_SECONDS)
 
 
-def _words_of(error: BaseException) -> str:
+def _end_by(error: BaseException) -> End:
     first = str(error).strip().split("\n", 1)[0][:_LONGEST]
-    return f"it ended with {type(error).__name__}" + (f": {first}" if first else "")
+    how = f"it ended with {type(error).__name__}"
+    if first:
+        how += f": {first}"
+    return End(how, lost_another=isinstance(error, WorkerLostError))
 
 
 def _end_within(seconds: float) -> None:

@@ -13,9 +13,8 @@ import socket
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
-from tfmultigpu.addons.workers.channels import as_channel, connect, listen, receive, send
+from tfmultigpu.addons.workers.channels import Message, as_channel, connect, listen, receive, send
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
@@ -25,7 +24,7 @@ _CURE = "Start every worker, and let them reach each other's ports."
 
 
 def meet(
-    cluster: Cluster, card: Mapping[str, str], timeout: float, problem: str | None = None
+    cluster: Cluster, card: Mapping[str, str], timeout: float, problem: ClusterError | None = None
 ) -> dict[int, Connection]:
     """Waits until every worker is here and shows the same card; then frees the port.
 
@@ -38,9 +37,10 @@ def meet(
     try:
         listener = listen(cluster)  # Until TensorFlow needs the port no other program takes it.
     except ClusterError as error:
-        problem = problem or str(error)
+        problem = problem or error
     if problem is not None:
-        problem = f"{cluster.name(cluster.index or 0)} cannot start: {problem}"
+        what = f"{cluster.name(cluster.index or 0)} cannot start: {problem.what}"
+        problem = ClusterError(what, problem.received, problem.write)
     with listener or contextlib.nullcontext():
         if cluster.index == 0:
             return _gather(cluster, card, timeout, problem, listener)
@@ -48,7 +48,7 @@ def meet(
 
 
 def _call_the_first(
-    cluster: Cluster, card: Mapping[str, str], timeout: float, problem: str | None
+    cluster: Cluster, card: Mapping[str, str], timeout: float, problem: ClusterError | None
 ) -> dict[int, Connection]:
     end = time.monotonic() + (timeout if problem is None else min(timeout, _TELL_SECONDS))
     seen = ""
@@ -56,27 +56,31 @@ def _call_the_first(
         channel = None
         try:
             channel = connect(cluster.workers[0])
-            send(channel, {"index": cluster.index, "card": dict(card), "problem": problem})
+            mine = {"index": cluster.index, "card": dict(card), "problem": _fields(problem)}
+            send(channel, mine)
             answer = receive(channel, end + _TELL_SECONDS - time.monotonic())["problem"]
             if answer is None:
                 return {0: channel}
-            problem, end = answer, 0.0
-        except (ValueError, KeyError):
+            problem, end = ClusterError(*answer), 0.0
+        except (ValueError, KeyError, TypeError):
             seen = "another program answers there"
         except OSError as error:
             seen = error.strerror or str(error)
         if channel is not None:
             channel.close()
         time.sleep(_PAUSE)
-    missing = f"{cluster.name(0)}, the first one, did not come within {timeout:g} s ({seen})."
-    raise ClusterError(problem or f"{missing} {_CURE}")
+    if problem is not None:
+        raise problem
+    raise ClusterError(
+        f"{cluster.name(0)}, the first one, did not come within {timeout:g} s ({seen}).", "", _CURE
+    )
 
 
 def _gather(
     cluster: Cluster,
     card: Mapping[str, str],
     timeout: float,
-    problem: str | None,
+    problem: ClusterError | None,
     listener: socket.socket | None,
 ) -> dict[int, Connection]:
     """Waits for the others, as the first worker, and tells them to go on or what is wrong."""
@@ -96,37 +100,52 @@ def _gather(
             callers.remove(channel)
             try:
                 caller = receive(channel, 0.0)
-                index, wrong = int(caller["index"]), _difference(card, caller) or caller["problem"]
+                index, wrong = int(caller["index"]), _problem_of(caller, card)
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 channel.close()  # Not a worker.
                 continue
             if index in came:
-                wrong = f"Two processes say that they are worker {index}."
-                send(channel, {"problem": wrong})
+                wrong = ClusterError(f"Two processes say that they are worker {index}.")
+                send(channel, {"problem": _fields(wrong)})
             else:
                 came[index] = channel
             problem = problem or wrong
         missing = others - {*came}
     if problem is None and missing:
         names = ", ".join(cluster.name(index) for index in sorted(missing))
-        problem = (
+        problem = ClusterError(
             f"{len(missing)} of {len(cluster.workers)} workers did not come within {timeout:g} s: "
-            f"{names}. {_CURE}"
+            f"{names}.",
+            "",
+            _CURE,
         )
     for channel in came.values():
-        send(channel, {"problem": problem})
+        send(channel, {"problem": _fields(problem)})
     if problem is not None:
-        raise ClusterError(problem)
+        raise problem
     return came
 
 
-def _difference(card: Mapping[str, str], caller: Mapping[str, Any]) -> str | None:
+def _fields(problem: ClusterError | None) -> list[str] | None:
+    """Returns an error as it is sent."""
+    if problem is None:
+        return None
+    return [problem.what, problem.received, problem.write]
+
+
+def _problem_of(caller: Message, card: Mapping[str, str]) -> ClusterError | None:
+    """Returns what is wrong with a worker that calls: its card, or what it says itself."""
     for name, first in card.items():
         other = caller["card"].get(name)
         if other != first:
-            return (
+            return ClusterError(
                 f"The workers disagree about {name}: worker 0 has {first}, worker "
-                f"{caller['index']} has {other}. Give every worker the same program, cluster, "
-                "devices and versions; only its index differs."
+                f"{caller['index']} has {other}.",
+                "",
+                "Give every worker the same program, cluster, devices and versions; only its index "
+                "differs.",
             )
-    return None
+    fields = caller["problem"]
+    if fields is None:
+        return None
+    return ClusterError(*fields)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tfmultigpu.addons.workers.sources import VARIABLES
+from tfmultigpu.addons.workers.sources import without_cluster
 
 _POLL_SECONDS = 0.05
 _SIGNAL_GRACE = 30.0
@@ -81,7 +81,7 @@ def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG``."""
-    variables = {name: value for name, value in environ.items() if name not in VARIABLES}
+    variables = without_cluster(environ)
     if len(addresses) > 1:
         cluster, task = {"worker": [*addresses]}, {"type": "worker", "index": index}
         variables["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -100,8 +100,10 @@ def how_it_ended(code: int) -> str:
     """Returns an exit code in words."""
     if code >= 0:
         return f"ended with code {code}"
-    known = -code in [int(number) for number in signal.Signals]
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # A number without a name.
+        return f"was ended by signal {-code}"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The readers that find a cluster in the environment, in the order in which they are asked."""
+"""The schedulers that may describe a cluster, in the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import os
 from collections.abc import Mapping
 
 from tfmultigpu.addons.workers.cluster import Cluster
-from tfmultigpu.addons.workers.slurm import read_slurm
-from tfmultigpu.addons.workers.tf_config import read_tf_config
+from tfmultigpu.addons.workers.scheduler import Scheduler
+from tfmultigpu.addons.workers.slurm import Slurm
+from tfmultigpu.addons.workers.tf_config import TfConfig
 from tfmultigpu.errors import ClusterError
 
-# Each returns the cluster that environment variables describe; if they describe none, the reason,
-# or an empty text. It raises ClusterError for a wrong description.
-READERS = (read_tf_config, read_slurm)
-# They make a process a worker. The launcher removes them from the environment of its workers.
-VARIABLES = ("TF_CONFIG", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+SCHEDULERS: tuple[Scheduler, ...] = (TfConfig(), Slurm())
 
 
 def cluster_from_environment(environ: Mapping[str, str] | None = None) -> Cluster | None:
@@ -34,16 +31,47 @@ def cluster_from_environment(environ: Mapping[str, str] | None = None) -> Cluste
         True
     """
     environment = os.environ if environ is None else environ
-    clusters = (read(environment) for read in READERS)
-    return next((cluster for cluster in clusters if isinstance(cluster, Cluster)), None)
+    for scheduler in SCHEDULERS:
+        cluster = scheduler.read(environment)
+        if cluster is not None:
+            return cluster
+    return None
 
 
 def why_no_cluster(environ: Mapping[str, str] | None = None) -> str:
     """Returns why the environment describes no cluster; an empty text if it does."""
-    answers = []
-    for read in READERS:
+    environment = os.environ if environ is None else environ
+    reasons = []
+    for scheduler in SCHEDULERS:
         try:
-            answers.append(read(os.environ if environ is None else environ))
+            if scheduler.read(environment) is None:
+                reasons.append(scheduler.why_not(environment))
         except ClusterError as error:
-            answers.append(f"{error}")
-    return "; ".join(answer for answer in answers if answer and isinstance(answer, str))
+            reasons.append(str(error))
+    return "; ".join(reason for reason in reasons if reason)
+
+
+def without_cluster(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns environment variables without those that make a process a worker."""
+    variables = dict(environ)
+    for scheduler in SCHEDULERS:
+        for name in scheduler.variables:
+            variables.pop(name, None)
+    return variables
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """Returns what numbers the job of this process, by the first scheduler that does."""
+    for scheduler in SCHEDULERS:
+        number = scheduler.job_id(environ)
+        if number:
+            return number
+    return ""
+
+
+def port_advice(cluster: Cluster) -> str:
+    """Returns what to do if the port of a worker cannot be listened on."""
+    for scheduler in SCHEDULERS:
+        if scheduler.name == cluster.source:
+            return scheduler.port_advice
+    return f"Correct the index of this worker, or the list, in {cluster.source} on every worker."

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.addons.workers.scheduler import Scheduler
 from tfmultigpu.errors import ClusterError
 
 _EXAMPLE = (
@@ -23,11 +24,36 @@ _KNOWN = (
 )
 
 
-def read_tf_config(environ: Mapping[str, str]) -> Cluster | str:
-    """Reads ``TF_CONFIG``, as written by hand, by Kubeflow, by Vertex AI or by Ray Train."""
-    text = environ.get("TF_CONFIG")
-    if text is None:
+class TfConfig(Scheduler):
+    """The scheduler that writes ``TF_CONFIG``: Kubeflow, Vertex AI, Ray Train, a person, ours."""
+
+    name = "TF_CONFIG"
+    variables = ("TF_CONFIG",)
+    shown = ()
+    secret = ("TF_CONFIG",)
+    port_advice = "Correct the index of this worker, or the list, in TF_CONFIG on every worker."
+
+    def described_by(self, environ: Mapping[str, str]) -> str:
+        """Returns ``TF_CONFIG`` if it is set."""
+        return "TF_CONFIG" if environ.get("TF_CONFIG") else ""
+
+    def job_id(self, environ: Mapping[str, str]) -> str:
+        """Returns the number that our launcher gives; others write none."""
+        return environ.get("TFMULTIGPU_JOB_ID", "")
+
+    def read(self, environ: Mapping[str, str]) -> Cluster | None:
+        """Reads the cluster."""
+        text = environ.get("TF_CONFIG")
+        if text is None:
+            return None
+        return _read(text)
+
+    def why_not(self, environ: Mapping[str, str]) -> str:
+        """Returns that the variable is not set."""
         return "TF_CONFIG is not set"
+
+
+def _read(text: str) -> Cluster:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -52,7 +78,7 @@ def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the addresses by task type; ``master`` is read as ``chief``."""
     jobs: dict[str, list[str]] = {}
     for key, addresses in cluster.items():
-        job = "chief" if key == "master" else key
+        job = _job_of(key)
         if job not in ("chief", "worker", "evaluator"):
             raise _wrong('"cluster" has an unknown task type', key, _KNOWN)
         if not isinstance(addresses, list):
@@ -64,9 +90,15 @@ def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     return jobs
 
 
+def _job_of(kind: Any) -> Any:
+    """Returns a task type as TensorFlow calls it today."""
+    if kind == "master":
+        return "chief"
+    return kind
+
+
 def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
-    job, index = (task.get(key) for key in ("type", "index"))
-    job = "chief" if job == "master" else job
+    job, index = _job_of(task.get("type")), task.get("index")
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
     if job != "evaluator" and job not in list(jobs):
         raise _wrong("task.type is not in the cluster", job, f"It has {[*jobs]}. {_KNOWN}")
@@ -80,4 +112,4 @@ def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str
 
 
 def _wrong(what: str, value: object, cure: str = _EXAMPLE) -> ClusterError:
-    return ClusterError(f"TF_CONFIG: {what}. {cure}. Received: {value!r:.2000}")
+    return ClusterError(f"TF_CONFIG: {what}.", f"{value!r:.2000}", f"{cure}.")

@@ -66,11 +66,12 @@ class GlobalSeeds:
             if not self._is_on_replicas(generator):
                 raise ScopeError(
                     "A seed generator was created outside the scope of the strategy, so each "
-                    "replica draws other numbers than one device does. Received: "
+                    "replica draws other numbers than one device does.",
                     f"{generator.name!r}, and {type(self._strategy).__name__} with "
-                    f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside:\n"
+                    f"{self._strategy.num_replicas_in_sync} replica(s)",
+                    "Create it inside:\n"
                     "    with strategy.scope():\n"
-                    "        seeds = keras.random.SeedGenerator(seed)"
+                    "        seeds = keras.random.SeedGenerator(seed)",
                 )
             self.used.append(generator.state)
         return original(generator, *args, **kwargs)

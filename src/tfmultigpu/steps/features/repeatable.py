@@ -53,9 +53,10 @@ def check_effects(function: Function, operations: Sequence[Operation]) -> None:
         raise TfMultiGpuError(
             "keras.remat calls a function once more in the backward pass, and this one does what "
             "cannot be repeated: a draw that is not Keras', an assignment in a loop or to a "
-            "variable of TensorFlow, a table or a Python function. Received: "
-            f"{', '.join(found)} in {_name(function)}. Do it outside and pass the result: "
-            "keras.remat(function)(x, result). Draw by a keras.random.SeedGenerator."
+            "variable of TensorFlow, a table or a Python function.",
+            f"{', '.join(found)} in {_name(function)}",
+            "Do it outside and pass the result: keras.remat(function)(x, result). Draw by a "
+            "keras.random.SeedGenerator.",
         )
 
 
@@ -87,9 +88,9 @@ def check_captures(
         if _depends([tensor], trained):
             raise TfMultiGpuError(
                 "A function in keras.remat uses a tensor that it does not get as an argument, and "
-                "TensorFlow would give that tensor no gradient. Received: a tensor of shape "
-                f"{tuple(tensor.shape)}, {tensor.name!r}, in {_name(function)}. Make it an "
-                "argument: keras.remat(function)(x, tensor)."
+                "TensorFlow would give that tensor no gradient.",
+                f"a tensor of shape {tuple(tensor.shape)}, {tensor.name!r}, in {_name(function)}",
+                "Make it an argument: keras.remat(function)(x, tensor).",
             )
 
 
@@ -97,8 +98,10 @@ def not_the_same(function: Function, how: str) -> TfMultiGpuError:
     """Returns the error of a function that does something else when it is called once more."""
     return TfMultiGpuError(
         "keras.remat calls a function once more in the backward pass, and then this one does "
-        f"something else: {how}. Received: {_name(function)}. It keeps something in Python, as the "
-        "cells of RNN layers keep masks. Wrap the whole layer: keras.remat(layer)(x)."
+        f"something else: {how}.",
+        _name(function),
+        "It keeps something in Python, as the cells of RNN layers keep masks. Wrap the whole "
+        "layer: keras.remat(layer)(x).",
     )
 
 

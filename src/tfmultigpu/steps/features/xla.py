@@ -28,7 +28,9 @@ class CompileByXla(Feature):
         """Returns the function compiled, one of its own for each replica and its variables."""
         error = TfMultiGpuError(
             "XLA cannot compile what needs the other replicas, such as gather_rows or "
-            "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
+            "BatchNormalization(synchronized=True).",
+            "jit_compile=True",
+            "Leave it out.",
         )
 
         def compiled(
