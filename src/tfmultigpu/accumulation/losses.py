@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
+from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
 from tfmultigpu.types import Scalar
@@ -41,11 +42,15 @@ class LossSum(NamedTuple):
     Example:
         >>> import tfmultigpu as tmg
         >>> tmg.LossSum(sum=6.0, weight=3.0)  # A ``forward`` of one's own may return this.
-        LossSum(sum=6.0, weight=3.0)
+        LossSum(sum=6, weight=3)
     """
 
     sum: Any
     weight: Scalar
+
+    def __repr__(self) -> str:
+        """Returns both numbers; inside a ``tf.function``, where there are none, their types."""
+        return f"LossSum(sum={shown(self.sum)}, weight={shown(self.weight)})"
 
 
 class FixedLossSum(LossSum):

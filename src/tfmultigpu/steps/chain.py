@@ -14,6 +14,7 @@ from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
+from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import KerasVariable
 
 
@@ -82,6 +83,11 @@ class ChainedStep(Step, Looped):
         self.metrics = tuple(metrics.values())
         locks = {id(lock): lock for step in self.train_steps for lock in step.runner.locks}
         self.runner = Runner(self, list(locks.values()))
+
+    def __repr__(self) -> str:
+        """Returns the steps in their order, and where they train."""
+        count, where = len(self.steps), describe(self.strategy)
+        return f"<ChainedStep of {count}: {', then '.join(self.names)}; {where}>"
 
     @property
     def train_steps(self) -> tuple[TrainStep, ...]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
+from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.types import Scalar
 
 
@@ -212,6 +213,17 @@ class Tally(NamedTuple):
         counters = tf.stack([one, rows, tf.cast(skipped, tf.float64)])
         ends = tf.stack([tf.cast(value, tf.float64) for value in last])
         return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), ends)
+
+    def __repr__(self) -> str:
+        """Returns its numbers, not divided; inside a ``tf.function`` that there are none."""
+        if tf.is_symbolic_tensor(self.sums):
+            return "Tally(of a trace)"
+        if not self.sums.shape.rank:
+            return "Tally(of no step)"
+        numbers = Numbers.of(self.sums.numpy().tolist())
+        sums, weights = shown(list(numbers.sums)), shown(list(numbers.weights))
+        counts = f"steps={numbers.steps:g}, rows={numbers.rows:g}, skipped={numbers.skipped:g}"
+        return f"Tally({counts}, sums={sums}, weights={weights})"
 
     def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
         """Returns the tally of both; what is only of the last step is that of ``other``."""

@@ -53,6 +53,8 @@ class Verification:
         cause = f" The first that depends on the cut is {self.culprit}." if self.culprit else ""
         return f"The result depends on how the batch was cut: {what}.{cause} {self.advice}"
 
+    __repr__ = __str__  # A notebook shows the text.
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
