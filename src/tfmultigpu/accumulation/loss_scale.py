@@ -24,7 +24,7 @@ class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
 
     A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
-    steps, as that of ``keras.optimizers.LossScaleOptimizer``. A fixed one stays. Either way, skip
+    steps, as ``keras.optimizers.LossScaleOptimizer`` does. A fixed one stays. Either way, skip
     the update of a step whose gradients are not finite.
 
     Attributes:

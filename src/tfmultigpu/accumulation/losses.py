@@ -90,7 +90,7 @@ class Division:
 
 
 def note_division(pair: LossSum, division: Division) -> None:
-    """Notes on a pair, and on its weight for who passes that alone, what its sum is divided by."""
+    """Notes what divides the sum of a pair, on it and on its weight, which may travel alone."""
     for part in pair:
         with suppress(AttributeError):  # A number is not a tensor.
             setattr(part, _DIVISION, division)
@@ -249,7 +249,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> None:
-    """Checks that a loss returned one value per row or more, and that weights are those of rows."""
+    """Checks that a loss returned one value per row or more, and that weights belong to rows."""
     import keras
 
     if isinstance(values, tf.RaggedTensor):

@@ -25,14 +25,15 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     nothing, and those before it in the chain have trained on the batch.
 
     Args:
-        *steps: Steps of ``make_train_step`` for the same strategy, such as those of a discriminator
-            and a generator; one that takes each batch several times is there as often.
+        *steps: Steps of ``make_train_step`` for the same strategy, such as the steps of a
+            discriminator and a generator; one that takes each batch several times is there as
+            often.
         names: A name for each step, which its logs begin with; None means the names of the
             models, or ``"step1"``, ``"step2"`` if these are not different.
 
     Returns:
-        A step like that of ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are
-        those of each step, as ``"NAME_loss"``.
+        A step as from ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are the
+        logs of each step, as ``"NAME_loss"``.
 
     Raises:
         TypeError: Something is not a train step, there are none, or they have several strategies.

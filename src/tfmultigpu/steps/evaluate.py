@@ -105,7 +105,7 @@ class EvalStep(ModelStep, Looped):
         return Pass((), stack(terms, rows.weight), state)
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for whoever watches its layers; traced."""
+        """Runs the forward pass on a shard, for code that watches its layers; traced."""
         self.forward(shard, training=False)
 
     def on_one_device(self) -> EvalStep:

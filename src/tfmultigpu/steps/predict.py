@@ -94,7 +94,7 @@ class PredictStep(ModelStep):
         return outputs
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the model on a shard, for whoever watches its layers; traced."""
+        """Runs the model on a shard, for code that watches its layers; traced."""
         self.model(unpack_batch(shard)[0], training=False)
 
     def on_one_device(self) -> PredictStep:
@@ -105,7 +105,7 @@ class PredictStep(ModelStep):
 
 
 def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
-    """Returns the rows of all replicas in order, from those of each of this process."""
+    """Returns the rows of all replicas in order, from the parts of this process."""
     replicas = strategy.num_replicas_in_sync
 
     def join(*parts: Scalar) -> Any:

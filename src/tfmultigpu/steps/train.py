@@ -73,7 +73,7 @@ class TrainStep(ModelStep, Looped):
             forward: The forward pass.
             optimizer: The optimizer.
             strategy: The strategy.
-            features: The features, in their order; whoever makes the step binds them.
+            features: The features, in their order; the maker of the step binds them.
             metrics: The metrics.
             shard_update: As for ``make_train_step``.
             settings: What the workers compare before the first step.
@@ -197,7 +197,7 @@ class TrainStep(ModelStep, Looped):
         return tally, passes, gradient
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for whoever watches its layers; traced."""
+        """Runs the forward pass on a shard, for code that watches its layers; traced."""
         self.forward(shard, training=True)
 
     def on_one_device(self) -> TrainStep:
