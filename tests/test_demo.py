@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,55 +15,72 @@ import tfmultigpu as tmg
 from tfmultigpu import demo
 from tfmultigpu.__main__ import main
 
-RESULT = {"training loss": 0.5, "weights": np.ones(3, "float32")}
+RESULT = demo.Trained(1.0, 0.5, 0.6, 0.9, 24, np.ones(3, "float32"))
 
 
 @pytest.mark.slow
 def test_trains_and_agrees_as_the_readme_says() -> None:
+    environment = dict(os.environ)
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
     done = subprocess.run(
         [sys.executable, "-m", "tfmultigpu", "demo", "--replicas", "3", "--epochs", "2"],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "batches of 64, and a last one of 2;" in done.stdout
+    assert done.stderr == ""
+    assert "batches of 63, and a last one of 2. On CPU:0, CPU:1, CPU:2." in done.stdout
     rows = {re.split(r"  +", line)[0]: line.split() for line in done.stdout.splitlines()}
-    assert abs(float(rows["training loss"][2]) - float(rows["training loss"][3])) <= 1e-5
-    assert rows["optimizer steps"][2:4] == ["48.000000", "48.000000"]
-    assert "The answers agree to 1e-05." in done.stdout
+    one, usual, ours = map(float, rows["training loss"][2:])
+    assert abs(one - ours) <= 1e-5
+    assert abs(one - usual) > 1e-5
+    assert rows["optimizer steps"][2:] == ["48", "48", "48"]
+    usual, ours = map(float, rows["largest weight difference"][3:])
+    assert ours <= 1e-5
+    assert usual > 1e-3
+    assert "3 virtual CPUs are slower than one device: they share the cores" in done.stdout
+    assert "tmg.fit agrees with one device to 1e-05." in done.stdout
 
 
-@pytest.mark.parametrize(("apart", "status"), [(0.0, 0), (1e-3, 1), (np.nan, 1)])
+@pytest.mark.parametrize(("shift", "status"), [(0.0, 0), (1e-3, 1), (np.nan, 1)])
 def test_exits_with_1_if_the_answers_differ(
-    apart: float,
+    shift: float,
     status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def train(devices: tuple[str, ...], *_: object) -> dict[str, Any]:
-        shift = apart if len(devices) > 1 else 0.0
-        return {name: value + shift for name, value in RESULT.items()}
+    def train(how: str, *_: object) -> demo.Trained:
+        moved = shift if how == "tmg.fit" else 0.0
+        return RESULT._replace(test_loss=RESULT.test_loss + moved)
 
     monkeypatch.setattr(demo, "train", train)
     monkeypatch.setattr(demo, "choose_devices", lambda _: ("CPU:0", "CPU:1"))
     assert main(["demo"]) == status
-    assert ("DIFFER by more than 1e-05" in capsys.readouterr().out) is bool(status)
+    assert ("DIFFERS from one device to 1e-05" in capsys.readouterr().out) is bool(status)
 
 
-@pytest.mark.parametrize(("replicas", "size", "last"), [(2, 65, 1), (3, 64, 2), (16, 65, 5)])
-def test_batches_never_divide_and_the_last_is_smaller_than_the_replicas(
-    replicas: int,
-    size: int,
-    last: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_difference_is_the_largest_of_all() -> None:
+    assert demo.apart(RESULT, RESULT) == 0
+    for field in ("training_loss", "test_loss", "test_accuracy", "weights"):
+        moved = RESULT._replace(**{field: getattr(RESULT, field) - 0.25})
+        assert demo.apart(RESULT, moved) == 0.25, field
+    assert demo.apart(RESULT, RESULT._replace(optimizer_steps=25)) > 0.01
+    assert demo.apart(RESULT, RESULT._replace(seconds=9.0)) == 0
+
+
+@pytest.mark.parametrize(("replicas", "size", "last"), [(2, 64, 1), (3, 63, 2), (16, 64, 15)])
+def test_batches_divide_and_the_last_is_smaller_than_the_replicas(
+    replicas: int, size: int, last: int
 ) -> None:
-    monkeypatch.setattr(demo, "train", lambda *_: RESULT)
-    monkeypatch.setattr(demo, "choose_devices", lambda count: ("CPU:0",) * count)
-    assert demo.run_demo(replicas)
-    assert f"batches of {size}, and a last one of {last};" in capsys.readouterr().out
+    data = demo.batches_of(np.arange(1797), np.arange(1797), replicas)
+    sizes = [len(x) for x, _ in data.train]
+    assert set(sizes[:-1]) == {size}
+    assert sizes[-1] == last
+    assert data.rows == sum(sizes)
+    assert min(min(x.numpy()) for x, _ in data.test) == 1500  # No image is in both.
 
 
 def test_takes_the_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfmultigpu._version import __version__
@@ -71,9 +73,32 @@ def _run_doctor(options: argparse.Namespace) -> int:
 
 
 def _run_demo(options: argparse.Namespace) -> bool:
-    from tfmultigpu.demo import run_demo
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with _without_start_lines():
+        from tfmultigpu.demo import run_demo
 
-    return not run_demo(options.replicas, options.epochs)
+    log = logging.getLogger("tfmultigpu")
+    level = log.level
+    log.setLevel(logging.ERROR)  # The demo says by itself where it trains.
+    try:
+        return not run_demo(options.replicas, options.epochs)
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_start_lines() -> Iterator[None]:
+    """Leaves out what TensorFlow writes about its build while it is imported; errors are raised."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def strategies_were_made() -> bool:
     """Returns whether this process has made a strategy other than TensorFlow's default one.
 
     Private: ``tensorflow.python.distribute.distribute_lib.distribution_strategy_replica_gauge``,
-    which the constructor of every strategy sets. Without it True is returned, and whoever looks for
-    strategies searches all objects of the process each time.
+    which the constructor of every strategy sets. Without it True is returned, and a search for
+    strategies looks all objects of the process each time.
     """
     from tensorflow.python.distribute import distribute_lib
 
@@ -261,8 +261,8 @@ def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a strategy adds by collectives, which TensorFlow numbers at each call.
 
     Private: ``strategy.extended._cross_device_ops``. No public name tells how a strategy adds, and
-    one that TensorFlow made adds otherwise than those of ``create_strategy``. Without it all
-    strategies of several replicas are taken for such, whose steps wait for each other.
+    one that TensorFlow made adds otherwise than the strategies of ``create_strategy``. Without it
+    all strategies of several replicas are taken for such, whose steps wait for each other.
     """
     distribute: Any = tf.distribute
     others = (

@@ -95,7 +95,7 @@ _patches: dict[tuple[int, str], _Patch] = {}
 def patching(owner: object, name: str, wrapper: _Method) -> Iterator[None]:
     """Has calls on this thread go through ``wrapper(original, *args, **kwargs)``.
 
-    The context is re-entrant. The ``original`` of a wrapper calls that of the context around it.
+    The context is re-entrant. A wrapper's ``original`` calls the wrapper of the context around it.
     The owner is a class, a module, or one object whose methods are called.
     """
     key = id(owner), name

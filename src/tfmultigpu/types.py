@@ -98,13 +98,13 @@ class RunningFit(Protocol):
 
     Such a callback has ``on_fit_begin(fit)``, which returns where to begin, or None to begin as
     asked. ``fit`` calls it on every worker, before it prepares data and step, and ends with
-    ``on_fit_exit()``, after an error too. Every other hook comes after those of all other
+    ``on_fit_exit()``, after an error too. Every other hook comes after the hooks of all other
     callbacks, so it sees their state, and what it restores stays.
 
     Attributes:
         callbacks: All callbacks of this worker, with ``History``.
         epochs: The number of the last epoch.
-        first_epoch: The ``initial_epoch`` that was asked for, or that of the ``FitStart``.
+        first_epoch: The ``initial_epoch`` that was asked for, or as in the ``FitStart``.
         seed: The seed of the order of arrays, likewise.
         batches: Batches so far, with those before a restart.
         sums: Sums over the batches of this epoch, from which logs are made; empty before

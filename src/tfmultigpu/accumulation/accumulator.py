@@ -58,6 +58,17 @@ class GradientAccumulator:
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
 
+    def __repr__(self) -> str:
+        """Returns what it adds gradients of, where, and how many micro-batches it holds."""
+        count, where = len(self.variables), describe(self._strategy)
+        return f"<GradientAccumulator of {count} variable(s) on {where}: holds {self._held()}>"
+
+    def _held(self) -> str:
+        count = self.count
+        if tf.is_tensor(count):
+            return "what a tf.function adds"
+        return f"{count} micro-batch(es)" if count else "nothing"
+
     @property
     def count(self) -> Any:
         """Micro-batches added since the last ``reduce``: an int, or a tensor inside a function."""

@@ -26,7 +26,8 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
     Args:
-        gradients: Those of the global batch, from ``GradientAccumulator.reduce``. None stays None.
+        gradients: The gradients of the global batch, from ``GradientAccumulator.reduce``. None
+            stays None.
         limit: The largest norm, positive and finite.
 
     Returns:

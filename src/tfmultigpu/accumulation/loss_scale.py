@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 from tfmultigpu.accumulation.losses import Division, LossSum, note_division
+from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.arguments import check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.types import KerasOptimizer, KerasVariable
@@ -23,7 +24,7 @@ class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
 
     A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
-    steps, as that of ``keras.optimizers.LossScaleOptimizer``. A fixed one stays. Either way, skip
+    steps, as ``keras.optimizers.LossScaleOptimizer`` does. A fixed one stays. Either way, skip
     the update of a step whose gradients are not finite.
 
     Attributes:
@@ -65,6 +66,14 @@ class LossScale:
                 tf.Variable(tf.constant(value), trainable=False, name=name, aggregation=aggregation)
                 for name, value in (("loss_scale", self.scale), ("good_steps", 0))
             )
+
+    def __repr__(self) -> str:
+        """Returns the scale, and how many good steps are left until it doubles."""
+        if self.growth_steps is None:
+            return f"<LossScale {shown(self.scale)}, fixed>"
+        good_steps = shown(tf.convert_to_tensor(self.good_steps))
+        until = f"{good_steps} of {self.growth_steps} good steps until it doubles"
+        return f"<LossScale {shown(self.value())}, dynamic: {until}>"
 
     @property
     def variables(self) -> list[KerasVariable]:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
+from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
@@ -43,11 +44,15 @@ class LossSum(NamedTuple):
     Example:
         >>> import tfmultigpu as tmg
         >>> tmg.LossSum(sum=6.0, weight=3.0)  # A ``forward`` of one's own may return this.
-        LossSum(sum=6.0, weight=3.0)
+        LossSum(sum=6, weight=3)
     """
 
     sum: Any
     weight: Scalar
+
+    def __repr__(self) -> str:
+        """Returns both numbers; inside a ``tf.function``, where there are none, their types."""
+        return f"LossSum(sum={shown(self.sum)}, weight={shown(self.weight)})"
 
 
 class FixedLossSum(LossSum):
@@ -87,7 +92,7 @@ class Division:
 
 
 def note_division(pair: LossSum, division: Division) -> None:
-    """Notes on a pair, and on its weight for who passes that alone, what its sum is divided by."""
+    """Notes what divides the sum of a pair, on it and on its weight, which may travel alone."""
     for part in pair:
         with suppress(AttributeError):  # A number is not a tensor.
             setattr(part, _DIVISION, division)
@@ -248,7 +253,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> None:
-    """Checks that a loss returned one value per row or more, and that weights are those of rows."""
+    """Checks that a loss returned one value per row or more, and that weights belong to rows."""
     import keras
 
     if isinstance(values, tf.RaggedTensor):

@@ -1,8 +1,8 @@
 """Who adds gradients over the replicas, and who applies them: one object for each optimizer.
 
 Both kinds call the stock ``optimizer.apply`` once, outside every scope. There Keras calls
-``strategy.extended.update`` for each variable. That of TensorFlow updates the copy of each replica.
-``Owned`` updates the copy of one replica, and copies the new value to the others.
+``strategy.extended.update`` for each variable. TensorFlow's function updates the copy of each
+replica. ``Owned`` updates the copy of one replica, and copies the new value to the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replicated:
     def __init__(
         self, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy, reason: str
     ) -> None:
-        """Takes an optimizer that was created in the scope of the strategy."""
+        """Keeps an optimizer that was created in the scope of the strategy."""
         # Updates are remembered by optimizer, and must not keep it alive.
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
         self.strategy, self.reason = strategy, reason  # The reason is for a person.
@@ -171,7 +171,7 @@ class Owned(Replicated):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Has functions that Keras runs on all copies of a variable run on that of the owner.
+        """Has functions that Keras runs on all copies of a variable run on the owner's copy.
 
         The other copies are written at once: moving averages and constraints read the first one.
         """
@@ -225,7 +225,7 @@ def _refuse_replicas(*_: Any, **__: Any) -> None:
 def assign_owners(
     sizes: Sequence[int], owners: int, fixed: Mapping[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Returns the owner of each variable by sizes: largest first, each to whoever owns least.
+    """Returns each variable's owner, largest variable first: the replica that owns least.
 
     ``fixed`` has the owners of variables that have one already, by their index.
     """

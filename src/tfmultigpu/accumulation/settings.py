@@ -43,7 +43,7 @@ class Settings:
         return False
 
     def values(self) -> dict[str, object]:
-        """Returns the settings by name; of what is no number or text, which object it is."""
+        """Returns the settings by name; of what is neither number nor text, which object it is."""
         values: dict[str, object] = {}
         for now, _ in self._noted:
             for name, value in now.items():

@@ -105,7 +105,7 @@ def apply_reduced_gradients(
     Args:
         optimizer: A Keras optimizer. If it is not built, it is built for these variables.
         gradients: One for each variable, from ``GradientAccumulator.reduce``, without a loss scale:
-            that of the optimizer is ignored. None leaves a variable as it is.
+            the optimizer's is ignored. None leaves a variable as it is.
         variables: The variables, in the same order.
         where: Whether to update, a bool scalar; None: yes. If not, no slot and no counter changes.
 

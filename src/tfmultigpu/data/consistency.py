@@ -28,8 +28,8 @@ def compared_over_workers(
 ) -> tf.data.Dataset[Any]:
     """Returns the dataset with a check that all workers read the same batches.
 
-    After 1, 2, 4, ... batches of a pass every worker compares a digest of all of them with that of
-    the first worker. The worker that differs raises, and the others learn that from its end. Where
+    After 1, 2, 4, ... batches of a pass every worker compares a digest of all of them with the
+    first worker's. The worker that differs raises, and the others learn that from its end. Where
     the first worker lags behind, the next comparison tells.
 
     One worker needs no check. A strategy that ``create_strategy`` did not make is not checked.

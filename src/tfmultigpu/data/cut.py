@@ -67,7 +67,7 @@ class Cut:
         )
 
     def __hash__(self) -> int:
-        """Leaves out the type specs: those of a dict have no hash."""
+        """Leaves out the type specs: the specs of a dict have no hash."""
         return hash((id(self.strategy), self.on_devices))
 
     @property

@@ -100,8 +100,8 @@ def row_weight(rows: Any, parts: Any) -> Any:
 def slice_rows(batch: Any, start: Any, stop: Any, *, copied: bool = False) -> Any:
     """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch.
 
-    Copied, they have memory of their own. Into that of a slice TensorFlow 2.21 writes even where it
-    is NumPy's, as of a batch that a generator yields: the array of the user would change.
+    Copied, they have memory of their own. Into the memory of a slice TensorFlow 2.21 writes even
+    where it is NumPy's, as of a batch that a generator yields: the array of the user would change.
     """
 
     def slice_tensor(tensor: Any) -> Any:

@@ -43,7 +43,7 @@ class PositionedDataset(ShardedDataset):
         first_batch: SharedNumber | None = None,
         of_epoch: Callable[[int], ShardedDataset] | None = None,
     ) -> None:
-        """Takes a whole pass; the training loop changes ``position``.
+        """Begins as a whole pass; the training loop changes ``position``.
 
         ``first_batch`` records the first batch of each pass; ``of_epoch`` makes the data of one.
         """

@@ -36,7 +36,7 @@ class Preprocessing:
     def own_rows(
         self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int
     ) -> tf.data.Dataset[Any]:
-        """Returns the rows of each batch, a number, and those of this process, preprocessed."""
+        """Returns the rows of each batch, a number, and the rows of this process, preprocessed."""
         has_seed = takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -50,7 +50,7 @@ class ShardIterator(Iterator[Any]):
         return iterator
 
     def close(self) -> None:
-        """Ends the pass and its threads, whoever else has a reference to it: it has no batch left.
+        """Ends the pass and its threads, whatever else has a reference to it: it has no batch left.
 
         Waits for the batch that is being made.
         """

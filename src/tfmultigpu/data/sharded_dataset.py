@@ -25,6 +25,8 @@ from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 from tfmultigpu.types import Strategy
 
+_MOST_SHOWN = 4  # Tensors of a batch, in the line of a dataset.
+
 
 def distribute_dataset(
     dataset: Any,
@@ -235,9 +237,15 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Says what takes it: Keras' own ``fit``, which does not, prints it in its error."""
+        count = "" if self._cardinality < 0 else f"{self._cardinality} batches "
+        if self._cardinality == tf.data.INFINITE_CARDINALITY:
+            count = "endless batches "
+        specs = components_of(self.cut.element_spec)
+        tensors = [f"{spec.dtype.name} {_axes(spec.shape)}" for spec in specs[:_MOST_SHOWN]]
+        tensors += ["..."] * (len(specs) > _MOST_SHOWN)
         return (
-            f"<ShardedDataset for {describe(self.strategy)}: write tmg.fit(model, data), "
-            "tmg.evaluate or tmg.predict, not model.fit>"
+            f"<ShardedDataset {count}of {', '.join(tensors)} for {describe(self.strategy)}: "
+            "write tmg.fit(model, data), tmg.evaluate or tmg.predict, not model.fit>"
         )
 
     def __iter__(self) -> ShardIterator:
@@ -309,3 +317,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             parallel_iterations=1,
         )
         return state
+
+
+def _axes(shape: tf.TensorShape) -> str:
+    """Returns the axes of the rows of a batch, of which no axis is known in advance."""
+    if shape.rank is None:
+        return "of unknown shape"
+    return f"[rows{''.join(f', {axis}' for axis in shape.as_list()[1:])}]"

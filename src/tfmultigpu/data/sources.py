@@ -65,7 +65,7 @@ def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
 
 
 def untuned(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
-    """Turns tuning off: who drops an iterator waits for the tuner's thread, up to a minute."""
+    """Turns tuning off: dropping an iterator waits for the tuner's thread, up to a minute."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)

@@ -127,7 +127,7 @@ def split_device(
             tenths of the free memory, which needs the extra `nvml`. For a CPU `None`.
 
     Returns:
-        The names of the parts. TensorFlow numbers the parts of `GPU:1` after those of `GPU:0`,
+        The names of the parts. TensorFlow numbers the parts of `GPU:1` after the parts of `GPU:0`,
         so split in that order.
 
     Raises:

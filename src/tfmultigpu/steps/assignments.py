@@ -33,7 +33,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     """
 
     def __init__(self, before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> None:
-        """Takes the values that variables seem to have, and whether metrics are updated."""
+        """Keeps the values that variables seem to have, and whether metrics are updated."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[KerasVariable] = []
         self.early: set[Any] = set()
@@ -60,7 +60,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def noting_reads(self) -> Iterator[dict[int, Any]]:
         """Yields values for ``repeating``, complete at the end: what variables seem to have now.
 
-        Those of states that code in the context reads are among them, for a later read of the
+        The reads of states that code in the context reads are among them, for a later read of the
         variable may find what was assigned since.
         """
         values = dict(self._values)
@@ -86,7 +86,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         return tf.convert_to_tensor(variable.value if value is None else value)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Takes an assignment."""
+        """Keeps an assignment."""
         variable, value = update
         is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
         if is_metric and self._counts is not True:

@@ -19,8 +19,8 @@ def synchronize_batch_norm(model: KerasModel) -> Any:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
     That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
-    as those of ``keras.applications``. Moving statistics that differ between replicas become those
-    of the first. Steps made before notice at the next call; what Keras' own ``fit`` has compiled
+    as the models of ``keras.applications``. Moving statistics that differ between replicas become
+    the first one's. Steps made before notice at the next call; what Keras' own ``fit`` has compiled
     does not change.
 
     Args:

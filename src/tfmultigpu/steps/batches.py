@@ -181,7 +181,7 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any]
 
 
 def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) -> Shards:
-    """Returns shards; those of several replicas have open rows, which tells draws by row."""
+    """Returns shards; shards of several replicas have open rows, which tells draws by row."""
     replicas = strategy.num_replicas_in_sync
     if replicas > 1:
         local = tf.nest.map_structure(_open_rows, local)

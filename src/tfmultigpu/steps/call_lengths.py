@@ -30,7 +30,7 @@ class CallLength:
     steps: int = 1
 
     def note(self, ran: int, began: float) -> None:
-        """Takes how many steps ran since ``time.perf_counter()`` was this; all workers call it."""
+        """Notes how many steps ran since ``time.perf_counter()`` was this; all workers call it."""
         if ran and self.measured:
             self.measured -= 1
             exchange, seconds = WorkerExchange(self.strategy), [time.perf_counter() - began]

@@ -14,6 +14,7 @@ from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
+from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import KerasVariable
 
 
@@ -24,14 +25,15 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     nothing, and those before it in the chain have trained on the batch.
 
     Args:
-        *steps: Steps of ``make_train_step`` for the same strategy, such as those of a discriminator
-            and a generator; one that takes each batch several times is there as often.
+        *steps: Steps of ``make_train_step`` for the same strategy, such as the steps of a
+            discriminator and a generator; one that takes each batch several times is there as
+            often.
         names: A name for each step, which its logs begin with; None means the names of the
             models, or ``"step1"``, ``"step2"`` if these are not different.
 
     Returns:
-        A step like that of ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are
-        those of each step, as ``"NAME_loss"``.
+        A step as from ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are the
+        logs of each step, as ``"NAME_loss"``.
 
     Raises:
         TypeError: Something is not a train step, there are none, or they have several strategies.
@@ -82,6 +84,11 @@ class ChainedStep(Step, Looped):
         self.metrics = tuple(metrics.values())
         locks = {id(lock): lock for step in self.train_steps for lock in step.runner.locks}
         self.runner = Runner(self, list(locks.values()))
+
+    def __repr__(self) -> str:
+        """Returns the steps in their order, and where they train."""
+        count, where = len(self.steps), describe(self.strategy)
+        return f"<ChainedStep of {count}: {', then '.join(self.names)}; {where}>"
 
     @property
     def train_steps(self) -> tuple[TrainStep, ...]:

@@ -16,6 +16,7 @@ from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
+from tfmultigpu.steps.shown_step import shown_loss, shown_step
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
@@ -48,6 +49,13 @@ class EvalStep(ModelStep, Looped):
         self.model, self.forward, self.trace = forward.model, forward, Trace()
         self.step_metrics, self.metrics = metrics, metrics.all
         self.runner = Runner(self, locks_of_calls(strategy))
+
+    def __repr__(self) -> str:
+        """Returns what it evaluates, where, and what the check of it found."""
+        metrics = [metric.name for metric in self.metrics]
+        return shown_step(
+            self, self.model.name, self.strategy, [shown_loss(self.forward), *metrics]
+        )
 
     def key(self) -> Hashable:
         """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
@@ -97,7 +105,7 @@ class EvalStep(ModelStep, Looped):
         return Pass((), stack(terms, rows.weight), state)
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for whoever watches its layers; traced."""
+        """Runs the forward pass on a shard, for code that watches its layers; traced."""
         self.forward(shard, training=False)
 
     def on_one_device(self) -> EvalStep:

@@ -1,4 +1,4 @@
-"""The rows of a replica, and those of all replicas, for losses that compare examples.
+"""The rows of a replica, and the rows of all replicas, for losses that compare examples.
 
 To gather, each replica puts its rows at their place among zeros, and one all-reduce adds them: that
 is a concatenation of shards of any sizes. The gradient is TensorFlow's own: what all replicas ask
@@ -41,8 +41,8 @@ def rows() -> Rows:
 
     Returns:
         ``first``, ``count`` and ``total``, int64 scalars: the number of the first row, the rows
-        here, and those of the global batch. ``weight``, a float64 scalar: what each row counts, 1;
-        or 1 / replicas, if each has all rows of a small batch (``small_batches="copy"``).
+        here, and the rows of the global batch. ``weight``, a float64 scalar: what each row counts,
+        1; or 1 / replicas, if each has all rows of a small batch (``small_batches="copy"``).
 
     Raises:
         LossError: The batch is not known here.
@@ -105,7 +105,7 @@ def gather_rows(tensor: Any) -> Any:
 
 
 def _rows_here() -> Rows | None:
-    """The rows of this replica: those a step says, or those of the batch given to ``run``."""
+    """The rows of this replica: as a step says, or as in the batch given to ``run``."""
     here: Rows | None = rows_of_step.get()
     context = tf.distribute.get_replica_context()
     if here is not None or context is None:

@@ -86,9 +86,9 @@ def make_train_step(
 
     Raises:
         ScopeError: Model, optimizer or a metric was created outside the scope.
-        LossError: The loss is none, or not one value per example.
-        TfMultiGpuError: Keras does not run on TensorFlow; or what was asked cannot be had.
-        ValueError: An option has a value that it cannot have.
+        LossError: ``loss`` is None, or not one value per example.
+        TfMultiGpuError: Keras does not run on TensorFlow; or the requested option is not available.
+        ValueError: An option is invalid.
         ClusterError: Workers have different programs; here or at the first step.
 
     Warns:
@@ -163,7 +163,7 @@ def make_eval_step(
         loss: The loss; None for metrics alone.
         strategy: The strategy.
         metrics: Keras metrics.
-        forward: A forward pass of one's own.
+        forward: A forward pass of your own.
         verify: ``"first"``, True or False.
 
     Returns:
@@ -172,7 +172,7 @@ def make_eval_step(
 
     Raises:
         ScopeError: Model or a metric was created outside the scope.
-        LossError: The loss is none, or not one value per example.
+        LossError: ``loss`` is None, or not one value per example.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg

@@ -50,7 +50,7 @@ class Forward:
 
     Attributes:
         forward: ``f(model, batch, training)`` in place of the losses, or None.
-        chosen: The variables to train; None for those of the model.
+        chosen: The variables to train; None for the model's.
     """
 
     model: KerasModel
@@ -104,7 +104,7 @@ class Forward:
         """Yields a list of what the layers of the model add, also for activity regularizers.
 
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
-        and read each other's losses. A ``forward`` that reads it is told.
+        and read each other's losses. A ``forward`` that reads it gets a warning.
         """
         # The model may be a weak reference, of which a bound method has the object itself.
         own = {id(layer) for layer in all_layers(self.model.add_loss.__self__)}

@@ -1,4 +1,4 @@
-"""State that is no variable, and what else a trace of a step touches.
+"""State that is not a variable, and what else a trace of a step touches.
 
 A table, a queue, an iterator or Python code is found by the operations of the trace that change
 something: in the trace itself, and in its loops, branches and functions. It is not found by layer.
@@ -46,12 +46,12 @@ class OtherState:
     """State that a trace changes beside Keras, by one kind of operation.
 
     Attributes:
-        kind: ``"table"`` can be read and put back; ``"draws"`` are those of ``tf.random`` without a
+        kind: ``"table"`` can be read and put back; ``"draws"`` are draws by ``tf.random`` without a
             generator; ``"python"`` and ``"other"`` are out of reach. ``"variable"`` is one copy of
             a variable that is assigned and read, whether Keras knows it or not.
-        operation: The name of its operation in the trace, in which that of the layer is.
+        operation: The name of its operation in the trace, in which the layer's name is.
         handle: The resource; None for Python and draws.
-        dtypes: Those of the keys and of the values of a table.
+        dtypes: Of the keys and of the values of a table.
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class OtherState:
         return read_table(self.handle, *self.dtypes)
 
     def write(self, keys: tf.Tensor, values: tf.Tensor) -> None:
-        """Puts keys and values in place of those of a table."""
+        """Puts keys and values in place of a table's."""
         write_table(self.handle, keys, values)
 
 
@@ -250,7 +250,7 @@ def read_table(handle: Handle, key: tf.DType, value: tf.DType) -> tuple[tf.Tenso
 
 
 def write_table(handle: Handle, keys: tf.Tensor, values: tf.Tensor) -> None:
-    """Puts keys and values in place of all those of a table."""
+    """Puts keys and values in place of all of a table's."""
     with tf.device(handle.device):
         tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values)
 

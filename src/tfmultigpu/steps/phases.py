@@ -50,7 +50,7 @@ class OfReplicas(Protocol):
 
 
 class Training(OfReplicas, Protocol):
-    """What those of a train step need besides."""
+    """What the phases of a train step need besides."""
 
     forward: Forward
     step_metrics: StepMetrics

@@ -17,6 +17,7 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import ModelStep, Runner
+from tfmultigpu.steps.shown_step import shown_step
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
 from tfmultigpu.strategies.gathering import gather_rows
@@ -45,6 +46,10 @@ class PredictStep(ModelStep):
         self.strategy, self.features = strategy, tuple(features)
         self.model = model
         self.runner = Runner(self)
+
+    def __repr__(self) -> str:
+        """Returns what predicts, where, and what the check of it found."""
+        return shown_step(self, self.model.name, self.strategy, [])
 
     def key(self) -> Hashable:
         """Returns nothing: a prediction depends on the batch alone."""
@@ -89,7 +94,7 @@ class PredictStep(ModelStep):
         return outputs
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the model on a shard, for whoever watches its layers; traced."""
+        """Runs the model on a shard, for code that watches its layers; traced."""
         self.model(unpack_batch(shard)[0], training=False)
 
     def on_one_device(self) -> PredictStep:
@@ -100,7 +105,7 @@ class PredictStep(ModelStep):
 
 
 def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
-    """Returns the rows of all replicas in order, from those of each of this process."""
+    """Returns the rows of all replicas in order, from the parts of this process."""
     replicas = strategy.num_replicas_in_sync
 
     def join(*parts: Scalar) -> Any:

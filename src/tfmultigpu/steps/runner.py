@@ -42,8 +42,8 @@ class Computation(Protocol):
 
     Attributes:
         strategy: The strategy.
-        names: The names of its tallies: ``("",)`` for a step by itself, those of the steps of a
-            chain, none for predictions.
+        names: The names of its tallies: ``("",)`` for a step by itself, the names of the steps for
+            a chain, none for predictions.
     """
 
     strategy: tf.distribute.Strategy
@@ -405,7 +405,7 @@ class Looped:
 
 
 def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:
-    """Takes each element before its step, which is in a branch: the data may have ended."""
+    """Reads each element before its step, which is in a branch: the data may have ended."""
 
     def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
         optional = source.get_next_as_optional()

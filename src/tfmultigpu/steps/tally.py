@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
+from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.types import Scalar
 
 
@@ -51,8 +52,8 @@ class Numbers(NamedTuple):
 class Layout:
     """What is known of the terms of a loss before any number is: names, factors, divisors.
 
-    The last term is the weight regularization, whose weight over several steps is that of their
-    rows.
+    The last term is the weight regularization, whose weight over several steps is the number of
+    their rows.
     """
 
     terms: tuple[LossTerm, ...]
@@ -60,7 +61,7 @@ class Layout:
 
     @classmethod
     def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
-        """Returns the layout of the terms of one replica, which is that of all."""
+        """Returns the layout of the terms of one replica, which all have."""
         plain = [dataclasses.replace(term, sum=None, weight=None) for term in terms]
         return cls((*plain, LossTerm(None, None, added=True)), trains)
 
@@ -121,8 +122,8 @@ class Layout:
     def means(self, numbers: Numbers, *, by_rows: bool = False) -> dict[str, Any]:
         """Divides the sums of a tally: each by its own weight.
 
-        ``by_rows`` divides losses as Keras does those of an epoch: by the rows, after each step has
-        divided by its weight.
+        ``by_rows`` divides losses as Keras divides the losses of an epoch: by the rows, after each
+        step has divided by its weight.
         """
         sums, divisors = numbers.sums, numbers.weights
         if by_rows:
@@ -156,7 +157,7 @@ class Layout:
 
 
 class Tally(NamedTuple):
-    """Numbers of steps, not yet divided: ``tally + tally`` is that of both.
+    """Numbers of steps, not yet divided: ``tally + tally`` counts both.
 
     Of no step they are scalar zeros, to which any others can be added.
 
@@ -213,8 +214,19 @@ class Tally(NamedTuple):
         ends = tf.stack([tf.cast(value, tf.float64) for value in last])
         return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), ends)
 
+    def __repr__(self) -> str:
+        """Returns its numbers, not divided; inside a ``tf.function`` that there are none."""
+        if tf.is_symbolic_tensor(self.sums):
+            return "Tally(of a trace)"
+        if not self.sums.shape.rank:
+            return "Tally(of no step)"
+        numbers = Numbers.of(self.sums.numpy().tolist())
+        sums, weights = shown(list(numbers.sums)), shown(list(numbers.weights))
+        counts = f"steps={numbers.steps:g}, rows={numbers.rows:g}, skipped={numbers.skipped:g}"
+        return f"Tally({counts}, sums={sums}, weights={weights})"
+
     def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
-        """Returns the tally of both; what is only of the last step is that of ``other``."""
+        """Returns the tally of both; of the last step what ``other`` has."""
         return Tally(self.layout or other.layout, self.sums + other.sums, other.last)
 
     def logs(self) -> dict[str, Any]:
@@ -235,12 +247,12 @@ Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a st
 
 
 def add(tallies: Tallies, others: Tallies) -> Tallies:
-    """Adds the tallies of several steps, each to that of the same name."""
+    """Adds the tallies of several steps, each to the tally of the same name."""
     return {name: tallies[name] + others[name] for name in others} if tallies else others
 
 
 def logs_of(tallies: Tallies) -> dict[str, Any]:
-    """Returns the logs of several steps, each behind its name; that of ``"steps"`` is of all."""
+    """Returns the logs of several steps, each behind its name; ``"steps"`` counts all."""
     logs: dict[str, Any] = {}
     for name, tally in tallies.items():
         own = tally.logs()

@@ -219,7 +219,7 @@ def _call(function: Any, args: Any, captured: Sequence[Any]) -> Any:
 
 
 def _specs_of(shards: Shards) -> tuple[Any, ...]:
-    """Returns the type specs of the arguments: what those of all replicas have in common."""
+    """Returns the type specs of the arguments: what the specs of all replicas have in common."""
     common: Any = None
     for local, rows, state in zip(shards.local, shards.rows, shards.state, strict=True):
         specs = tf.nest.map_structure(_spec_of, (local, rows, state))
@@ -245,7 +245,7 @@ def _tensors(structure: Any) -> list[Any]:
 
 
 def _packed(structure: Any, tensors: Sequence[Any]) -> Any:
-    """Returns tensors in place of those of a structure, in which None stays."""
+    """Returns tensors in place of the tensors of a structure, in which None stays."""
     turn = iter(tensors)
     flat = tf.nest.flatten(structure, expand_composites=True)
     filled = [None if leaf is None else next(turn) for leaf in flat]

@@ -23,6 +23,7 @@ from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.retraces import SETTING, Facts
 from tfmultigpu.steps.runner import Looped, ModelStep, Runner
+from tfmultigpu.steps.shown_step import shown_loss, shown_options, shown_step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls
@@ -72,7 +73,7 @@ class TrainStep(ModelStep, Looped):
             forward: The forward pass.
             optimizer: The optimizer.
             strategy: The strategy.
-            features: The features, in their order; whoever makes the step binds them.
+            features: The features, in their order; the maker of the step binds them.
             metrics: The metrics.
             shard_update: As for ``make_train_step``.
             settings: What the workers compare before the first step.
@@ -86,10 +87,17 @@ class TrainStep(ModelStep, Looped):
         self.runner = Runner(self, locks)
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
+        self._options = settings or {}
         self._layers: list[KerasLayer] = []
         self._version, self._batch_spec = 0, None
         if update is not None:
             self.update = update
+
+    def __repr__(self) -> str:
+        """Returns what it trains, by what, where, and what the check of it found."""
+        optimizer = type(unwrap_optimizer(self.optimizer)).__name__
+        does = [shown_loss(self.forward), optimizer, *shown_options(self._options)]
+        return shown_step(self, self.model.name, self.strategy, does)
 
     @property
     def variables(self) -> list[KerasVariable]:
@@ -189,7 +197,7 @@ class TrainStep(ModelStep, Looped):
         return tally, passes, gradient
 
     def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for whoever watches its layers; traced."""
+        """Runs the forward pass on a shard, for code that watches its layers; traced."""
         self.forward(shard, training=True)
 
     def with_features(self, features: Sequence[Feature]) -> TrainStep:

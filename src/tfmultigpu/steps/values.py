@@ -160,12 +160,12 @@ class Trace:
 
     Attributes:
         layout: The terms of the loss; None before the first replica.
-        places: Which gradients exist: for each the number of its target and that of its variable
+        places: Which gradients exist: for each the number of its target and of its variable
             among the trained ones, in the order of ``Pass.addends``.
         targets: How many targets the backward pass has.
         state: The Keras variables that layers, draws and metrics assign.
-        seeds: Those of them that draws took seeds from: every micro-batch finds them as the first
-            one does, and takes its rows of the same draws.
+        seeds: The variables among them that draws took seeds from: every micro-batch finds them as
+            the first one does, and takes its rows of the same draws.
         updated: The trained variables that have a gradient, of a target or a penalty.
         why_each: Why the function of a replica is traced for each; "" if one trace serves all.
         functions: Those that replicas call, which live as long as the graph of the calls.

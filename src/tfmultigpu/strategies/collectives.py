@@ -37,8 +37,8 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
 def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
     """Returns the lock of the calls of a strategy that adds by collectives; none for any other.
 
-    TensorFlow numbers collectives on each device when a function is called, and those of one number
-    meet. In two calls at one time, replicas would add what the other model computed.
+    TensorFlow numbers collectives on each device when a function is called, and collectives of one
+    number meet. In two calls at one time, replicas would add what the other model computed.
     """
     if not _compat.numbers_collectives(strategy):
         return []

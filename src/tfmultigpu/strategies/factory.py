@@ -1,4 +1,4 @@
-"""Planning and creating the strategy: what is missing is told in seconds, not waited for."""
+"""Planning and creating the strategy: what is missing is reported in seconds, not waited for."""
 
 from __future__ import annotations
 

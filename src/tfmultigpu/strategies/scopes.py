@@ -43,7 +43,7 @@ def check_backend(*given: object) -> None:
 def refuse_legacy_keras(*given: object) -> None:
     """Refuses objects of tf_keras, which is Keras 2, also as attributes of a model.
 
-    They look like those of Keras 3 and fail late, each for another reason.
+    They look like objects of Keras 3 and fail late, each for another reason.
     """
     if _LEGACY not in sys.modules:
         return

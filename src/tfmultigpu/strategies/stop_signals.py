@@ -22,7 +22,7 @@ class StopSignal:
     """
 
     def __init__(self, number: int) -> None:
-        """Takes the number of the signal."""
+        """Keeps the number of the signal."""
         self.number = number
         self.received = False
         self._before: list[Any] = []  # The handler of before, while this listens.
@@ -55,7 +55,7 @@ class StopVote:
     """Decides to stop at the same step on all workers, if any of them was asked to."""
 
     def __init__(self, exchange: WorkerExchange) -> None:
-        """Takes the exchange of numbers between workers."""
+        """Keeps the exchange of numbers between workers."""
         self._exchange = exchange
         self._every = 1
         self._since = 0

@@ -42,13 +42,13 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
     every_batches: int | None = None
 
     def __init__(self, run: Any, variables: RunVariables) -> None:
-        """Takes the ``Checkpoints`` and its variables."""
+        """Keeps the ``Checkpoints`` and its variables."""
         super().__init__()
         self._run, self._variables, self._exchange = run, variables, variables.exchange
         self.load(None)
 
     def load(self, stored: Stored | None) -> None:
-        """Takes a checkpoint; None if the run continues in a loop without ``fit``."""
+        """Reads a checkpoint; None if the run continues in a loop without ``fit``."""
         self._fit: Any = None  # A ``RunningFit``, once it has begun.
         self._stored: Any = stored if stored is not None and stored.run["fit"] else None
         self._begin: Any = None  # The states of callbacks, once training has begun.
@@ -158,7 +158,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Names callbacks by class, monitored metric and order; those of ``fit`` are left out."""
+    """Names callbacks by class, monitored metric and order; callbacks of ``fit`` are left out."""
     by_name: dict[str, Any] = {}
     for callback in callbacks:
         if not isinstance(callback, (CheckpointCallback, keras.callbacks.ProgbarLogger)):

@@ -106,7 +106,7 @@ class Checkpoints(Position):
 
     @property
     def step(self) -> int:
-        """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
+        """Steps so far: those counted by ``after_step``, or else the optimizer's."""
         if self._updates is None:
             return self._steps
         return self._steps + self._variables.count_updates() - self._updates
@@ -238,7 +238,7 @@ class Checkpoints(Position):
             )
 
     def note_data(self, description: Mapping[str, Any]) -> None:
-        """Notes what is known of the data, and compares it once with that of the checkpoint."""
+        """Notes what is known of the data, and compares it once with the hash in the checkpoint."""
         pairs = {
             n: (v, self._expected.pop(n)) for n, v in description.items() if n in self._expected
         }

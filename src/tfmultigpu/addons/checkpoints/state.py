@@ -234,7 +234,7 @@ def read_state(
 ) -> Arrays:
     """Returns the arrays of variables by name; all workers must call it.
 
-    The first axis is that of replicas if their copies differ or may differ, and of size 1 if not.
+    The first axis counts replicas if their copies differ or may differ, and of size 1 if not.
     Variables whose ``id`` is in ``alike`` are not compared.
     """
     local = exchange.strategy.experimental_local_results

@@ -52,7 +52,7 @@ def explain(
         optimizer: Its optimizer; None takes the compiled one.
         dataset: A ``tf.data.Dataset`` of global batches, or the result of ``distribute_dataset``;
             other data is not read.
-        strategy: The strategy; None takes the current one, that of the model, or one of
+        strategy: The strategy; None takes the current one, the model's, or one of
             ``create_strategy`` that exists.
 
     Returns:

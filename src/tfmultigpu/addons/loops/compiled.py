@@ -83,7 +83,7 @@ def _is_updated(metric: Any, step: Any) -> bool:
 
 
 def metrics_inside(model: KerasModel) -> list[Any]:
-    """Returns the metrics that are attributes of a model or of its layers, not those of compile."""
+    """Returns the metrics that are attributes of a model or of its layers, not compile's."""
     return list(keras.layers.Layer.metrics.fget(model))
 
 

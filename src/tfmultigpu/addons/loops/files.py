@@ -2,7 +2,7 @@
 
 Two workers that write one file at once break it, now and then and without an error. Whether two
 paths are one file is asked of the files: each worker leaves an empty file beside what it will
-write, looks for those of the others, and removes its own. So it makes no difference whether the
+write, looks for the files of the others, and removes its own. So it makes no difference whether the
 workers share a machine or a disk, or by which names they know it.
 """
 

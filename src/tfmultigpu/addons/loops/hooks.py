@@ -42,7 +42,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self, callbacks: Any, model: KerasModel, strategy: tf.distribute.Strategy, *, verbose: Any,
         step: Any = None, add_history: bool = False, **params: Any,
     ) -> None:  # fmt: skip
-        """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list."""
+        """Makes the list, with a progress bar on the chief; ``params`` as in Keras' list."""
         if verbose not in (0, 1, 2, "auto"):
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
         self._exchange = WorkerExchange(strategy)
@@ -135,7 +135,7 @@ class FitHooks(Hooks):
         self.position: Position | None = begin if self._resuming else None
 
     def train(self, loop: Any) -> None:
-        """Takes the loop, whose steps train."""
+        """Keeps the loop, whose steps train."""
         for part in loop.step.train_steps:
             if unwrap_optimizer(part.optimizer).use_ema and any(map(is_sharded, part.variables)):
                 raise LossError(
@@ -250,7 +250,7 @@ def check_callbacks(callbacks: Iterable[Any], model: KerasModel = None, step: An
 
 
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: KerasOptimizer) -> None:
-    """Makes callbacks that swap moving averages swap those of the replicas that own them."""
+    """Makes callbacks that swap moving averages swap the averages of the replicas that own them."""
 
     def swapping(method: Callable[..., None], *args: Any) -> None:
         with update.updating() if (update := update_of(optimizer)) else nullcontext():

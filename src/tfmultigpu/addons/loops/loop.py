@@ -30,7 +30,7 @@ class Loop:
     Attributes:
         mode: ``"train"`` or ``"test"``.
         flag: The attribute of the model by which a callback ends the loop.
-        by_rows: Whether losses are means of those of the batches, as Keras', each by its rows.
+        by_rows: Whether losses are means of the batches' losses, as Keras', each by its rows.
         hooks: The callbacks; see ``hooks.Hooks``.
         feed: The data.
         step: The step that runs on it.
@@ -52,7 +52,7 @@ class Loop:
         self, model: KerasModel, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
         width: int | None = None,
     ) -> None:  # fmt: skip
-        """Takes the model (not kept alive), its data, the step, and the batches of a call.
+        """Keeps the model (not alive), its data, the step, and the batches of a call.
 
         ``width`` is the number of batches in a call that the user has set, or None.
         """
@@ -150,7 +150,7 @@ class Loop:
 
 
 class EvaluationLoop(Loop):
-    """``model.test_function``: its losses are those of all rows, however these are batched."""
+    """``model.test_function``: its losses count all rows, however these are batched."""
 
     mode = "test"
     flag = "stop_evaluating"

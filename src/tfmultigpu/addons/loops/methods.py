@@ -127,7 +127,7 @@ class OfLoop:
     """
 
     def __init__(self, model: keras.Model, **attributes: object) -> None:
-        """Takes the model, and its attributes for the loop."""
+        """Keeps the model, and its attributes for the loop."""
         vars(self).update(attributes, _model=model)
 
     def __getattr__(self, name: str) -> Any:

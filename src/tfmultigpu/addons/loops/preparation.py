@@ -16,7 +16,7 @@ from tfmultigpu.strategies.scopes import check_backend
 
 
 def prepare(model: Any, **options: Any) -> ExitStack:
-    """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run those of ``tmg``.
+    """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run ``tmg``'s.
 
     For code that calls these methods itself: a tuner, a callback that calls
     ``self.model.evaluate``, a notebook. They take the arguments of Keras and return what Keras

@@ -130,7 +130,7 @@ class Program:
     def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
         """Returns the step for what the model was compiled with, and the metrics in its logs.
 
-        They are those of the last call with the same key and ``model.compile``.
+        They belong to the last call with the same key and ``model.compile``.
         """
         arguments = compile_arguments(self.model)
         check_labels(self.model, spec)

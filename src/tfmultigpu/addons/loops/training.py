@@ -83,7 +83,7 @@ def fit(
     verify: Verify = "first",
     **arguments: Unpack[KerasArguments],
 ) -> History:
-    """Trains a model for epochs; the result is that of ``model.fit`` on one device.
+    """Trains a model for epochs; the result equals ``model.fit`` on one device.
 
     Runs Keras' own ``fit`` with the compiled losses of the model, with ``forward``, or with
     ``step``, on the strategy whose scope the model was created in, or else on one device. All

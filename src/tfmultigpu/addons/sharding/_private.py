@@ -60,7 +60,7 @@ def path_of(name: str) -> str:
 def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
     """Has loops in a graph take the value of a ``variable_on_device``, not the variable.
 
-    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep all
+    A loop of a layer, such as an LSTM's, would read its weights in each turn, and keep all
     that for the backward pass. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
     and the classes of the graphs of loops. Without them each turn reads. Yields the operations that
     give loops these values, on the device of the loop; on this thread.

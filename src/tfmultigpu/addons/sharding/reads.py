@@ -5,8 +5,8 @@ begins, and keeps each copy until the backward pass has used it: in the end a co
 model. Here a read waits for the inputs of the layer before, and the backward pass reads once more.
 
 A replica that runs ahead leaves its gradients waiting where they are added. So gradients are added
-on the device of their variable, and the backward pass reads the weights of a layer only when those
-of the second layer before are added.
+on the device of their variable, and the backward pass reads the weights of a layer only when the
+weights of the second layer before are added.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ShardedReads(Feature):
     """Bounds the copies of sharded variables in a step, and adds their gradients where they are."""
 
     def bind(self, step: Any) -> None:
-        """Takes the step, with the model and the variables that it trains."""
+        """Keeps the step, with the model and the variables that it trains."""
         self._step = step
         self._replicas: dict[int, _ReplicaTrace] = {}  # By number.
         self._by_xla = any(isinstance(feature, CompileByXla) for feature in step.features)

@@ -61,7 +61,7 @@ class _Loads:
         self.bytes = self.alive
 
     def give(self, limits: _Limits) -> None:
-        """Takes the limits that this thread has entered ``sharded_variables`` with."""
+        """Uses the limits that this thread has entered ``sharded_variables`` with."""
         self.given.limits[:], self.last = [limits], limits
 
     def limits(self) -> _Limits:
@@ -128,7 +128,7 @@ def sharded_variables(
 
     Enter it inside the scope of the strategy, and create the model in it. All replicas read such
     a variable from its device. A train step adds its gradients there and updates it there, with
-    the optimizer state beside it. The results are those of a mirrored model, and of one device.
+    the optimizer state beside it. The results equal a mirrored model's, and those on one device.
 
     A variable goes to the device with the smallest part of its memory in use. Small variables,
     and those that are not trained, such as moving statistics, stay mirrored; kernels that

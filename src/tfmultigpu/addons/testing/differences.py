@@ -20,7 +20,7 @@ class Difference:
     Attributes:
         quantity: The name of the quantity, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
         step: The step after which the difference was largest, from 1 on; 0 is before training, and
-            for a function of one's own.
+            for a function of your own.
         amount: The size: absolute below one, relative above; infinity if the shapes differ.
         place: The index in the array.
         expected: The value on one device.
@@ -68,7 +68,7 @@ def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) ->
 
 
 def differs(strategy: tf.distribute.Strategy) -> str:
-    """Returns the first line of what is told about a strategy."""
+    """Returns the first line of a message about a strategy."""
     return (
         f"Training on replicas differs from one device: {type(strategy).__name__} with "
         f"{strategy.num_replicas_in_sync} replica(s)."

@@ -86,7 +86,7 @@ def assert_replica_invariant(
             sample_weight)``. None for a function that takes the strategy.
         replicas: Number of replicas, on the GPUs or logical CPUs of this process (see
             ``virtual_devices``); or several numbers.
-        strategy: The strategy, in place of ``replicas``; also that of several workers.
+        strategy: The strategy, in place of ``replicas``; also one of several workers.
         shares: Relative share of each global batch per replica.
         tolerance: Largest difference: absolute for values below one, relative above.
         tolerances: Larger ones for quantities whose name contains a text: ``{"Adam": 1e-5}``.

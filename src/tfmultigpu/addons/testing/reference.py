@@ -55,7 +55,7 @@ class OneDevice:
     """Trains on one device with a tape, the loss of ``compile`` and ``optimizer.apply``."""
 
     def __init__(self, training: Training) -> None:
-        """Takes a training whose variables were created outside of any strategy."""
+        """Keeps a training whose variables were created outside of any strategy."""
         self.training = training
         # Keras' own loss of all outputs, in a model without layers that would add theirs.
         self._compiled = keras.Model() if training.loss is not None else None

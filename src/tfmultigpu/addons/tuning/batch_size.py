@@ -80,7 +80,7 @@ def find_batch_size(
 
 
 def _ran_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception says so; that of XLA and cuDNN does in its message."""
+    """Returns whether an exception says so; XLA and cuDNN say it in the message."""
     if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
         return True
     kinds = (tf.errors.InternalError, tf.errors.UnknownError, tf.errors.AbortedError)

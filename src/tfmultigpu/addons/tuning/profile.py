@@ -86,6 +86,8 @@ class StepProfile:
         rows = [f"  {name:<10} {1e3 * getattr(self, name):>10.2f} ms" for name in names]
         return "\n".join([title, *rows, self.advice])
 
+    __repr__ = __str__  # A notebook shows the table.
+
 
 def profile_step(
     step: TrainStep | ChainedStep, data: Iterable[Any], steps: int = 20

@@ -120,7 +120,7 @@ def _fastest_times(train: Callable[[Any], Any], shards: list[Any], repeats: int)
 
 
 def _changed_by(step: Any) -> list[Any]:
-    """Returns the variables that a step may change, those of TensorFlow in layers included."""
+    """Returns the variables that a step may change, TensorFlow's in layers included."""
     metrics = [variable for metric in step.metrics for variable in metric.variables]
     plain = [
         value

@@ -53,6 +53,8 @@ class Verification:
         cause = f" The first that depends on the cut is {self.culprit}." if self.culprit else ""
         return f"The result depends on how the batch was cut: {what}.{cause} {self.advice}"
 
+    __repr__ = __str__  # A notebook shows the text.
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
@@ -96,7 +98,7 @@ class Rounding:
     """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        """Takes all layers of the model."""
+        """Finds the rounding of all layers of a model."""
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()

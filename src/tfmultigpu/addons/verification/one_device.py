@@ -35,7 +35,7 @@ class OneDevice:
     """
 
     def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
-        """Takes the step and the measure."""
+        """Keeps the step, and the measure of a difference."""
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
         self.twin, self.trace = step.on_one_device(), Trace()
         self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)

@@ -63,13 +63,13 @@ class Verify(Feature):
     _later: Verification | None = None  # or the first uneven one is there, that this is said of.
 
     def __init__(self, verify: bool | str = "first") -> None:
-        """Takes ``"first"``, True for every step, or ``"gradients"`` to compare elements."""
+        """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
         self._always = verify is True
         elements = verify == "gradients"
         self._measure = tf.identity if elements else lambda v: tf.norm(tf.cast(v, tf.float64))
 
     def bind(self, step: Any) -> None:
-        """Takes the step."""
+        """Keeps the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
 
@@ -325,7 +325,7 @@ class _CannotVerifyError(Exception):
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Returns what a part of the check returns, and why it failed: training goes on."""
+    """Returns what a part of the check returns, and why it failed: training continues."""
     try:
         return outside_scopes(function), ""
     except WorkerLostError:

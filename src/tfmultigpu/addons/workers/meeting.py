@@ -29,7 +29,7 @@ def meet(
     """Waits until every worker is here and shows the same card; then frees the port.
 
     ``card`` is what must be the same on all workers, ``problem`` why this one cannot start: the
-    others are told, then it is raised here. Returns the connections: of the first worker to all
+    others hear it, then it is raised here. Returns the connections: of the first worker to all
     others, of the others to the first one. If a worker is missing, disagrees or cannot start, every
     worker that has called the first one raises ``ClusterError``.
     """
@@ -83,7 +83,7 @@ def _gather(
     problem: ClusterError | None,
     listener: socket.socket | None,
 ) -> dict[int, Connection]:
-    """Waits for the others, as the first worker, and tells them to go on or what is wrong."""
+    """Waits for the others, as the first worker, and tells them to continue or what is wrong."""
     came: dict[int, Connection] = {}
     callers: list[Connection] = []
     end, tell_end = time.monotonic() + timeout, float("inf")

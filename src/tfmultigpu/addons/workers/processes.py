@@ -80,7 +80,7 @@ def run_together(
 def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG``."""
+    """Returns the variables of a worker: the variables of ``environ``, and ``TF_CONFIG``."""
     variables = without_cluster(environ)
     if len(addresses) > 1:
         cluster, task = {"worker": [*addresses]}, {"type": "worker", "index": index}

@@ -18,7 +18,7 @@ def cluster_from_environment(environ: Mapping[str, str] | None = None) -> Cluste
     """Reads the cluster that ``TF_CONFIG`` or Slurm describes; starts nothing.
 
     Args:
-        environ: The environment variables; None for those of the process.
+        environ: The environment variables; None for the process's own.
 
     Returns:
         The cluster; None if nothing describes one.

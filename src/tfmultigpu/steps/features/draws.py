@@ -5,10 +5,10 @@ mask, repeated for each shard. TensorFlow's generator counts: number ``i`` of a 
 seed and ``i`` alone. So a replica can draw its rows of the draw for the global batch, and no other
 numbers, by starting to count further on.
 
-A draw is *by row* if the length of its first axis is open while the step is traced, as that of
-every batch is. A draw of known shape, such as one factor for all rows, stays as it is: the same on
-every replica, which is what one device draws. If a model joins rows of several passes, or draws
-by other functions, its draws are not those of one device; the first step says so.
+A draw is *by row* if the length of its first axis is open while the step is traced, as every
+batch's is. A draw of known shape, such as one factor for all rows, stays as it is: the same on
+every replica, which is what one device draws. If a model joins rows of several passes, or draws by
+other functions, its draws are not one device's; the first step says so.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Draws(Feature):
 
 
 def _place(rows: Rows, size: Any) -> tuple[Any, Any]:
-    """Returns where a first axis begins in that of the global batch, and how long that is.
+    """Returns where a first axis begins in the global batch's, and how long that is.
 
     Several entries belong to one row if the axis is a multiple of the rows. They are taken to
     follow each other, as in ``[rows * steps, ...]``.

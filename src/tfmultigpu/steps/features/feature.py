@@ -1,7 +1,7 @@
 """What an optional part of a step may do: its hooks, and what it may know of its step.
 
-Draws, micro-batches, loss scaling, clipping, XLA and verification are features; those of users are
-given to ``make_train_step(..., features=[...])``. ``steps/phases.py`` calls the hooks.
+Draws, micro-batches, loss scaling, clipping, XLA and verification are features; the features of
+users are given to ``make_train_step(..., features=[...])``. ``steps/phases.py`` calls the hooks.
 """
 
 from __future__ import annotations

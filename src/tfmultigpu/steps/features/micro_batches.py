@@ -13,7 +13,7 @@ from tfmultigpu.types import Scalar
 
 
 class MicroBatches(Feature):
-    """Cuts each shard into parts, and adds what they give: the result is that of the whole shard.
+    """Cuts each shard into parts, and adds what they give: the result equals the whole shard's.
 
     ::
 

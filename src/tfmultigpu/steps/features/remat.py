@@ -38,7 +38,7 @@ class Recompute(Feature):
     """Has what is computed again in the backward pass repeat the forward pass."""
 
     def bind(self, step: BoundStep) -> None:
-        """Takes the step, which knows what it trains."""
+        """Keeps the step, which knows what it trains."""
         self._step = step
 
     def on_one_device(self) -> Feature:

@@ -1,0 +1,57 @@
+"""A step in one line: what it computes, where, by which options, and what its check found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfmultigpu.steps.objective import Forward
+from tfmultigpu.steps.runner import ModelStep, Runner
+from tfmultigpu.strategies.topology import describe
+
+_DEFAULTS = {"micro_batches": 1, "shard_update": "auto"}  # Of other options it is None.
+_OPTIONS = ("micro_batches", "clip_norm", "loss_scale", "shard_update")
+_OUTCOMES = {
+    "same": "as on one device",
+    "different": "not as on one device: print(step.verification)",
+    "not verified": "not compared with one device: print(step.verification)",
+}
+
+
+def shown_step(
+    step: ModelStep, model: str, strategy: tf.distribute.Strategy, does: Sequence[str]
+) -> str:
+    """Returns the line of a step of one model.
+
+    Args:
+        step: The step.
+        model: The name of the model.
+        strategy: Where it runs.
+        does: What the step does with it, a few words each.
+    """
+    kind = type(step).__name__
+    status = "not called yet" if step.verification is None else _OUTCOMES[step.verification.outcome]
+    if step.verification is None and has_run(step.runner):
+        status = "not compared with one device"
+    return f"<{kind} of {model!r}: {', '.join([*does, describe(strategy)])}; {status}>"
+
+
+def has_run(runner: Runner) -> bool:
+    """Returns whether a runner has computed a batch, or has at least traced one."""
+    return bool(runner.functions)
+
+
+def shown_loss(forward: Forward) -> str:
+    """Returns the name of the loss, or the names of several."""
+    if forward.forward is not None:
+        return getattr(forward.forward, "__name__", type(forward.forward).__name__)
+    losses = [loss for loss in tf.nest.flatten(forward.objective.loss) if loss is not None]
+    return " + ".join(loss.name for loss in losses) or "no loss"
+
+
+def shown_options(options: Mapping[str, object]) -> list[str]:
+    """Returns the options of a train step that are not the default."""
+    return [
+        f"{name}={options[name]!r}" for name in _OPTIONS if options.get(name) != _DEFAULTS.get(name)
+    ]
