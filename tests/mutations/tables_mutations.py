@@ -42,9 +42,9 @@ TABLES = (
         ADAM,
     ),
     broken(
-        "the rows of a slot are not found",
-        "        if id(slot) not in slots:\n",
-        "        if id(slot) not in slots or True:\n",
+        "a replica updates the slots of another",
+        "_RowsOf((beside or found)[0], whole, ids)",
+        "_RowsOf(found[0], whole, ids)",
         ADAGRAD,
     ),
     broken(

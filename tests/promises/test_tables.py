@@ -92,6 +92,7 @@ class Double(tmg.steps.Feature):
     """Doubles the gradient, of which it knows tensors alone."""
 
     def on_gradient(self, gradient: Any) -> Any:
+        assert all(isinstance(tensor, tf.Tensor) for tensor in gradient.tensors)
         return gradient._replace(tensors=tuple(2.0 * tensor for tensor in gradient.tensors))
 
 
