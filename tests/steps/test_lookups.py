@@ -34,7 +34,7 @@ def trained(replicas: int, optimizer: Any, **options: Any) -> Any:
 def as_large_as_the_table(step: Any) -> Iterator[str]:
     """Yields the operations of the trace that give a tensor with a row for each id.
 
-    Keras asks for the shape of a table, which TensorFlow knows without reading it.
+    Keras asks for the shape of a table, for which TensorFlow does not read it.
     """
     function = step.runner.function
     compiled, _ = function.compiled(BATCH, *function.parts_of(BATCH))
@@ -42,7 +42,7 @@ def as_large_as_the_table(step: Any) -> Iterator[str]:
         for tensor in operation.outputs:
             is_large = tensor.shape.rank and tensor.shape[0] == IDS
             users = {user.type for user in tensor.consumers()}
-            if tensor.dtype != tf.resource and is_large and users != {"Shape"}:
+            if tensor.dtype != tf.resource and is_large and not users <= {"Shape"}:
                 yield operation.name
 
 
