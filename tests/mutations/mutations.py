@@ -13,6 +13,7 @@ from mutation import ROOT, Mutation
 from remat_mutations import REMAT
 from state_mutations import STATE
 from step_mutations import STEPS
+from tables_mutations import TABLES
 from testing_mutations import TESTING
 from threads_mutations import THREADS
 from worker_mutations import PROCESSES
@@ -21,5 +22,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
-    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING),
+    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES),
 )

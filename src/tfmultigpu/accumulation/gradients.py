@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_positive
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
 from tfmultigpu.types import KerasVariable
 
 BY_HAND = (
@@ -52,38 +53,30 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
 def clipped(gradients: Sequence[Any], limit: float, norm: Any) -> list[Any]:
     """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
     scale = tf.clip_by_global_norm([tf.ones_like(norm)], limit, norm)[0][0]
-    return [each if each is None else each * tf.cast(scale, each.dtype) for each in gradients]
+    return [each if each is None else scaled(each, scale) for each in gradients]
 
 
-def global_norm(gradients: Sequence[tf.Tensor]) -> Any:
-    """Returns the norm of all gradients together, of their dtype, or float64 for several."""
-    if len({gradient.dtype for gradient in gradients}) > 1:
-        gradients = [tf.cast(gradient, tf.float64) for gradient in gradients]
-    return tf.linalg.global_norm(list(gradients)) if gradients else tf.zeros([])
+def scaled(gradient: Gradient, factor: Gradient) -> Gradient:
+    """Returns a gradient, a tensor or a list of rows, times a factor."""
+    values = values_of(gradient)
+    return with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
-def all_finite(gradients: Sequence[tf.Tensor]) -> Any:
+def global_norm(gradients: Sequence[Gradient]) -> Gradient:
+    """Returns the norm of all gradients together, of their dtype, or float64 for several.
+
+    The rows that a list leaves out are zero; it must have each row once.
+    """
+    numbers = [values_of(gradient) for gradient in gradients]
+    if len({tensor.dtype for tensor in numbers}) > 1:
+        numbers = [tf.cast(tensor, tf.float64) for tensor in numbers]
+    return tf.linalg.global_norm(numbers) if numbers else tf.zeros([])
+
+
+def all_finite(gradients: Sequence[Gradient]) -> Gradient:
     """Returns whether every number in every gradient is finite, a bool scalar."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
-
-
-def combined(
-    summed: Sequence[tf.Tensor],
-    present: Sequence[Sequence[bool]],
-    factors: Sequence[Any],
-    penalties: Sequence[Any],
-    places: Sequence[Callable[[], AbstractContextManager[Any]]],
-) -> list[Any]:
-    """Returns for each variable its gradient of the global batch, at least float32, or None."""
-    totals: list[Any] = [p if p is None else tf.cast(p, sum_dtype(p.dtype)) for p in penalties]
-    remaining = iter(summed)
-    for factor, has_gradient in zip(factors, present, strict=True):
-        for i in [i for i, has in enumerate(has_gradient) if has]:
-            with places[i]():
-                part = tf.identity(next(remaining))
-                part = part if factor is None else part * tf.cast(factor, part.dtype)
-                totals[i] = part if totals[i] is None else totals[i] + part
-    return totals
+    finite = [tf.reduce_all(tf.math.is_finite(values_of(gradient))) for gradient in gradients]
+    return tf.reduce_all(finite)
 
 
 @contextmanager

@@ -21,8 +21,15 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
+from tfmultigpu.accumulation.table_rows import takes_rows, updating_rows
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
+from tfmultigpu.strategies.collectives import (
+    replicas_share_memory,
+    sum_on_devices,
+    sum_over_replicas,
+    sum_over_workers,
+)
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 
@@ -42,6 +49,8 @@ class Replicated:
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
         self.strategy, self.reason = strategy, reason  # The reason is for a person.
         self.state: frozenset[int] = frozenset()  # The ``id`` of each variable that exists once.
+        # In an update: by the ``id`` of a copy of a table, which rows change.
+        self._ids: dict[int, tf.Tensor] = {}
 
     @property
     def optimizer(self) -> Any:
@@ -56,7 +65,12 @@ class Replicated:
 
     def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
+        if not self._adds_lists():
+            addends = [_without_lists(one, variables) for one in addends]
         return sum_over_replicas(self.strategy, addends)
+
+    def _adds_lists(self) -> bool:
+        return self.strategy.num_replicas_in_sync == 1 or replicas_share_memory(self.strategy)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
         """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
@@ -77,6 +91,12 @@ class Replicated:
         """Places what is computed of a variable on the device where its gradients are added."""
         return nullcontext()
 
+    def takes_rows(self, variable: KerasVariable) -> bool:
+        """Returns whether ``apply`` may be given a list of rows, each once, for a variable."""
+        with tf.init_scope():
+            ask = functools.partial(takes_rows, self.optimizer, variable)
+            return bool(outside_scopes(ask))
+
     def apply(
         self,
         gradients: Sequence[Any],
@@ -84,7 +104,8 @@ class Replicated:
         after: Sequence[Any] = (),
     ) -> None:
         """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
-        before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
+        parts = [part for gradient in gradients for part in self._local(gradient)]
+        before = [*after, *tf.nest.flatten(parts, expand_composites=True)]
 
         def apply() -> None:
             with _compat.waiting_for(before), self.updating():
@@ -109,6 +130,7 @@ class Replicated:
     ) -> None:
         hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
+        self._ids = ids = self._take_ids(gradients, variables)
         if any(len(self._local(gradient)) > 1 for gradient in gradients):
             if _compat.is_part_of_keras(apply):  # It cannot clip per-replica values.
                 clip = functools.partial(_compat.clip_as_set, optimizer)
@@ -116,8 +138,28 @@ class Replicated:
                 hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
             else:  # Code of a user takes tensors.
                 gradients = [self._local(gradient)[0] for gradient in gradients]
-        with setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()):
+        with (
+            setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()),
+            updating_rows(optimizer, ids, self._local),
+        ):
             apply(optimizer, gradients, variables)
+
+    def _take_ids(
+        self, gradients: list[Gradient], variables: Sequence[KerasVariable]
+    ) -> dict[int, tf.Tensor]:
+        """Puts the values of lists in their place; returns their ids by the ``id`` of a copy."""
+        ids: dict[int, tf.Tensor] = {}
+        for number, variable in enumerate(variables):
+            lists = self._local(gradients[number])
+            if not is_list(lists[0]):
+                continue
+            copies = self._local(tf_variable(variable))
+            for place, copy in enumerate(copies):
+                ids[id(copy)] = lists[place % len(lists)].indices  # Of all, or of each.
+            values = [each.values for each in lists]
+            several = len(lists) > 1
+            gradients[number] = per_replica(self.strategy, values) if several else values[0]
+        return ids
 
     def _local(self, value: Any) -> tuple[Any, ...]:
         return tuple(self.strategy.experimental_local_results(value))
@@ -163,6 +205,8 @@ class Owned(Replicated):
         """Adds each gradient on the device of its owner, and the other sums on the first."""
         places = [*map(self._device, variables), self.devices[0]]
         sums = sum_on_devices(addends, places)
+        if len(self.devices) < self.strategy.num_replicas_in_sync:
+            sums = _without_lists(sums, variables)
         return [sum_over_workers(self.strategy, sums, places)]
 
     def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
@@ -197,12 +241,18 @@ class Owned(Replicated):
                     function(copy, *args, **kwargs)
 
             original(variable, on_owner, args, kwargs=kwargs, group=False)
+            ids = self._ids.get(id(copies[owner]))
             with tf.device(self.devices[owner]):
-                value = copies[owner].read_value()
+                updated = copies[owner]
+                value = updated.read_value() if ids is None else updated.sparse_read(ids)
             for number, device in enumerate(self.devices):
-                if number != owner:
-                    with tf.device(device):
+                if number == owner:
+                    continue
+                with tf.device(device):
+                    if ids is None:
                         copies[number].assign(value)
+                    else:
+                        copies[number].scatter_update(tf.IndexedSlices(value, ids))
             return None
 
         with patching(self.strategy.extended, "update", update):
@@ -210,6 +260,17 @@ class Owned(Replicated):
 
     def _device(self, variable: KerasVariable) -> str:
         return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
+
+
+def _without_lists(
+    addends: Sequence[Gradient], variables: Sequence[KerasVariable]
+) -> list[Gradient]:
+    """Returns addends, of which those for variables come first, with tensors in place of lists."""
+    dense = list(addends)
+    for number, variable in enumerate(variables):
+        with tf.device(dense[number].device):
+            dense[number] = as_tensor(dense[number], variable.shape)
+    return dense
 
 
 def _refuse_replicas(*_: Any, **__: Any) -> None:

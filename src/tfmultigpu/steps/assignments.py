@@ -85,6 +85,14 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         value = self._values.get(id(variable))
         return tf.convert_to_tensor(variable.value if value is None else value)
 
+    def own_variable(self, variable: KerasVariable) -> Any:
+        """Returns the variable of TensorFlow that code here reads; None if it reads a value."""
+        if id(variable) in self._values:
+            return None
+        with self._left():
+            own = variable.value
+        return own if isinstance(own, tf.Variable) else None  # Else Keras has cast it.
+
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Keeps an assignment."""
         variable, value = update

@@ -11,6 +11,7 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.clipping import ClipByNorm
 from tfmultigpu.steps.features.draws import Draws
+from tfmultigpu.steps.features.lookups import Lookups
 from tfmultigpu.steps.features.loss_scaling import LossScaling
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.features.remat import CallOnce, Recompute
@@ -129,6 +130,7 @@ def make_train_step(
     if parts > 1:
         own.append(MicroBatches(parts, _loop_of(features)))  # Inside of one set of seeds.
     own.append(Draws(by_xla=jit_compile))
+    own.append(Lookups())
     own.append(Recompute())
     own.append(LossScaling(loss_scale))  # Decides about the gradient before it is clipped.
     if clip_norm is not None:
@@ -185,7 +187,7 @@ def make_eval_step(
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
-    parts = _features(strategy, [Draws(), CallOnce()], verify)
+    parts = _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
 
@@ -218,7 +220,9 @@ def make_predict_step(
     check_backend(model)
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
-    return PredictStep(model, strategy, _features(strategy, [Draws(), CallOnce()], verify)).bind()
+    return PredictStep(
+        model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
+    ).bind()
 
 
 def check_verify(verify: Any) -> None:

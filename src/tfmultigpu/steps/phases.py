@@ -25,8 +25,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
+from tfmultigpu.accumulation.gradients import global_norm, scaled, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
+from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.batch_norm import noting_moments, short_sums
@@ -38,6 +39,7 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
+from tfmultigpu.strategies.row_lists import as_tensor, is_list, joined, row_list, unique
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard
 
@@ -217,7 +219,10 @@ def _backward(
     target: tf.Tensor,
     values: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Returns the gradients of a target, ready to be added: dense, at least float32, or None."""
+    """Returns the gradients of a target, ready to be added: at least float32, or None.
+
+    They are dense, but for lists of the rows of a large table.
+    """
     # Only the first is of the tape: under a persistent one each loop of a layer would keep all
     # that it computes.
     by_graph = number > 0 or any(feature.colocates_gradients for feature in features)
@@ -227,14 +232,18 @@ def _backward(
         found = (tf.gradients if by_graph else tape.gradient)(target, list(values))
         gradients: list[Any] = []
         for gradient, value in zip(found, values, strict=True):
-            gradients.append(None if gradient is None else _dense(gradient, value.shape))
+            if gradient is None:
+                gradients.append(None)
+            elif is_list(gradient) and is_table(value):
+                gradients.append(row_list(gradient, value.shape, sum_dtype(gradient.dtype)))
+            else:
+                gradients.append(_dense(gradient, value.shape))
     return tuple(gradients)
 
 
 def _dense(gradient: Any, shape: Any) -> tf.Tensor:
-    gradient = tf.convert_to_tensor(gradient)  # Rows of an embedding are summed into place.
-    gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
-    wide: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
+    tensor = as_tensor(gradient, shape)  # Rows of an embedding are summed into place.
+    wide: tf.Tensor = tf.cast(tensor, sum_dtype(tensor.dtype))
     return wide
 
 
@@ -335,6 +344,8 @@ def _divide_here(
         trained[number].sums.append((target, gradient_sum))
     for each, value in zip(trained, assigned, strict=True):
         each.assigned = value
+        if any(is_list(gradient_sum) for _, gradient_sum in each.sums):
+            _settle_lists(step, each)
 
     # Regularise, once. The penalties of variables that are not trained here are in the loss too.
     penalty = _regularize(step, trained)
@@ -369,6 +380,29 @@ def _divide_here(
     return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
 
 
+def _settle_lists(step: Training, trained: _Trained) -> None:
+    """Makes the lists of a table dense, unless its rows alone can be updated."""
+    variable = trained.variable
+    all_lists = all(is_list(gradient_sum) for _, gradient_sum in trained.sums)
+    stays = all_lists and trained.assigned is None and keeps_lists(step.features)
+    if stays and step.update.takes_rows(variable):
+        return
+    with step.update.at(variable):
+        for place, (target, gradient_sum) in enumerate(trained.sums):
+            trained.sums[place] = target, as_tensor(gradient_sum, variable.shape)
+
+
+def keeps_lists(features: Sequence[Feature]) -> bool:
+    """Returns whether no feature asks for a gradient as a tensor of the shape of its variable."""
+    for feature in features:
+        kind = type(feature)
+        sees = kind.on_gradient is not Feature.on_gradient
+        sees = sees or kind.after_update is not Feature.after_update
+        if sees and not feature.takes_lists:
+            return False
+    return True
+
+
 def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
     """Gives each variable the gradient of its penalty, and returns all penalties together."""
     total: Scalar = tf.zeros([])
@@ -390,9 +424,12 @@ def _total(trained: _Trained, corrections: Sequence[Any]) -> Any:
     for target, gradient_sum in trained.sums:
         part = tf.identity(gradient_sum)
         if (correction := corrections[target]) is not None:
-            part *= tf.cast(correction, part.dtype)
-        gradient = part if gradient is None else gradient + part
-    return gradient
+            part = scaled(part, correction)
+        if gradient is None:
+            gradient = part
+        else:
+            gradient = joined([gradient, part]) if is_list(part) else gradient + part
+    return unique(gradient) if is_list(gradient) else gradient
 
 
 # Assignments --------------------------------------------------------------------------------------

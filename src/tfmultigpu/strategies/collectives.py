@@ -13,6 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.process_state import explaining_lost_workers
+from tfmultigpu.strategies.row_lists import Gradient, is_list, joined
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
@@ -135,12 +136,11 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
     return [add_on_device(parts, device) for device, *parts in zip(devices, *values, strict=True)]
 
 
-def add_on_device(parts: Sequence[tf.Tensor | None], device: str) -> tf.Tensor:
-    """Adds the tensors of replicas that are not None on a device."""
+def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
+    """Adds the tensors, or the lists of rows, of replicas that are not None on a device."""
     present = [part for part in parts if part is not None]
     with tf.device(device):
-        total: tf.Tensor = tf.add_n(present)
-    return total
+        return joined(present) if is_list(present[0]) else tf.add_n(present)
 
 
 def sum_over_workers(

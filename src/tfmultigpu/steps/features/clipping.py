@@ -13,6 +13,8 @@ from tfmultigpu.steps.values import Gradient
 class ClipByNorm(Feature):
     """Scales the gradient of the global batch down, so that its norm is at most a limit."""
 
+    takes_lists = True
+
     def __init__(self, limit: float) -> None:
         self._limit = check_positive("clip_norm", limit, "To clip nothing, leave clip_norm out.")
 

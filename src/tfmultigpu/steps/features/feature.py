@@ -50,12 +50,15 @@ class Feature:
 
     Attributes:
         variables: The Keras variables that the feature keeps.
+        takes_lists: Whether ``on_gradient`` and ``after_update`` take, for a large table, a list of
+            unique rows, a ``tf.IndexedSlices``. Else they get a tensor, which costs its size.
         colocates_gradients: Whether gradients are computed where the forward pass was.
         loop: Runs the micro-batches after the first in another way than one after the other.
         verification: What a feature that holds its step to one device has found.
     """
 
     variables: Sequence[KerasVariable] = ()
+    takes_lists = False
     colocates_gradients = False
     loop: Loop | None = None
     verification: Any = None

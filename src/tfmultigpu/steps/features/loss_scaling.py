@@ -24,6 +24,8 @@ class LossScaling(Feature):
     Skipped on all replicas, because the gradient of the global batch decides.
     """
 
+    takes_lists = True
+
     def __init__(self, asked: str | float | None, *, warns: bool = True) -> None:
         self._asked, self._warns = asked, warns  # None: as the optimizer says.
 

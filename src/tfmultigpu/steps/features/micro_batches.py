@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
 from tfmultigpu.steps.values import Pass, Phase, Shards, Trace
+from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.types import Scalar
 
 
@@ -48,6 +49,7 @@ class MicroBatches(Feature):
 
             # Before the loop, which must know what it carries when it is traced.
             first = phase(shards.cut(tf.zeros([], tf.int64), count), trace)
+            first = [_sum(None, one) for one in first]
             begin = self._states_of_replicas(trace, len(first))
             seeds = {id(variable) for variable in trace.seeds}
             is_seed = [id(variable) in seeds for variable in trace.state]
@@ -62,9 +64,9 @@ class MicroBatches(Feature):
                 part = shards.cut(tf.cast(number, tf.int64), count)
                 new = phase(part._replace(state=states), trace)
                 sums = [_sum(*pair) for pair in zip(before, new, strict=True)]
-                return (number + 1, *tf.nest.flatten(_pairs(sums)))
+                return (number + 1, *_flat(sums))
 
-            flat = self._loop(body, self.count, last, tf.nest.flatten(_pairs(first)))
+            flat = self._loop(body, self.count, last, _flat(first))
             return _unflat(flat, first)
 
         return looped
@@ -89,13 +91,25 @@ def one_after_the_other(
     return list(values)
 
 
-def _sum(before: Pass, new: Pass) -> Pass:
-    """Returns the sum of two passes, with the states of the second."""
+def _sum(before: Pass | None, new: Pass) -> Pass:
+    """Returns the sum of two passes, with the states of the second; of the second alone for None.
+
+    A list of the rows of a table has each row once, so it is never longer than the table.
+    """
     sums: list[Any] = []
-    for old, addend in zip(before.addends, new.addends, strict=True):
+    old = [None] * len(new.addends) if before is None else before.addends
+    for one, addend in zip(old, new.addends, strict=True):
         with tf.device(addend.device):  # What is added on a device of its own stays there.
-            sums.append(old + addend)
+            if is_list(addend):
+                sums.append(unique(addend if one is None else joined([one, addend])))
+            else:
+                sums.append(addend if one is None else one + addend)
     return new.with_addends(sums)
+
+
+def _flat(passes: Sequence[Pass]) -> list[Any]:
+    flat: list[Any] = tf.nest.flatten(_pairs(passes), expand_composites=True)
+    return flat
 
 
 def _pairs(passes: Sequence[Pass]) -> list[Any]:
@@ -103,7 +117,7 @@ def _pairs(passes: Sequence[Pass]) -> list[Any]:
 
 
 def _unflat(flat: Sequence[Any], like: Sequence[Pass]) -> list[Pass]:
-    pairs = tf.nest.pack_sequence_as(_pairs(like), flat)
+    pairs = tf.nest.pack_sequence_as(_pairs(like), flat, expand_composites=True)
     passes: list[Pass] = []
     for one, (addends, state) in zip(like, pairs, strict=True):
         passes.append(one.with_addends(addends)._replace(state=state))

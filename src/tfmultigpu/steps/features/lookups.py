@@ -1,0 +1,98 @@
+"""Lookups: a layer that looks up rows of a large table reads these rows alone.
+
+Keras takes the value of the variable, and of that the rows. TensorFlow makes no copy of the value,
+until an update writes to single rows: from then on each read of the value copies the whole table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tfmultigpu._patch import patching
+from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.steps.assignments import deferred_here
+from tfmultigpu.steps.features.feature import Feature
+from tfmultigpu.steps.values import Rows
+from tfmultigpu.strategies.topology import is_sharded, tf_variable
+from tfmultigpu.types import KerasVariable
+
+_Value: TypeAlias = Any  # What TensorFlow takes and gives.
+
+# The variables whose single rows steps write to, by their ``id``.
+_written: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
+
+
+class Lookups(Feature):
+    """Has ``tf.gather``, by which Keras looks up rows, read them from the variable.
+
+    It is done for tables whose rows are updated alone, and for those on another device, of which
+    only rows are then copied. _Value other is read as Keras reads it.
+    """
+
+    def bind(self, step: _Value) -> None:
+        """Keeps the step, which knows its model and who updates it."""
+        self._step = step
+
+    def on_one_device(self) -> Feature:
+        """Returns the same: what is read is the same."""
+        return Lookups()
+
+    @contextmanager
+    def around_model(self, rows: Rows) -> Iterator[None]:
+        """Has lookups on this replica read rows."""
+        tables = {id(variable) for variable in self._step.model.variables if self._reads(variable)}
+        if not tables:
+            yield
+            return
+
+        def gather(
+            original: _Value, params: _Value, indices: _Value, *args: _Value, **options: _Value
+        ) -> _Value:
+            of_rows = not args and options.get("axis") in (None, 0) and options.keys() <= {"axis"}
+            read = _reader(params) if of_rows and id(params) in tables else None
+            return read(indices) if read else original(params, indices, *args, **options)
+
+        def look_up(original: _Value, *args: _Value, **options: _Value) -> _Value:
+            read = None
+            if len(args) == 2 and id(args[0]) in tables and options in ({}, {"axis": 0}):
+                read = _reader(args[0])
+            if read is None:
+                return original(*args, **options)
+            ids = args[1]
+            if isinstance(ids, tf.RaggedTensor):
+                return ids.with_flat_values(read(ids.flat_values))
+            return read(tf.convert_to_tensor(ids))
+
+        with patching(tf, "gather", look_up), patching(tf.nn, "embedding_lookup", look_up):
+            yield
+
+    def _reads(self, variable: KerasVariable) -> bool:
+        """Returns whether rows of a variable are read, and not its value."""
+        if not is_table(variable):
+            return False
+        value = tf_variable(variable)
+        trained = [id(each) for each in getattr(self._step, "variables", ())]
+        if id(variable) in trained and self._step.update.takes_rows(variable):
+            _written[id(value)] = value
+        return _written.get(id(value)) is value or is_sharded(variable)
+
+
+def _reader(table: KerasVariable) -> Callable[[_Value], tf.Tensor] | None:
+    """Returns what reads rows of a table on this replica; None if it has another value here."""
+    scope = deferred_here()
+    value = None if scope is None else scope.own_variable(table)
+    if value is None:
+        return None
+    strategy = getattr(value, "distribute_strategy", None) or tf.distribute.get_strategy()
+    copies = strategy.experimental_local_results(value)
+    if len(copies) == 1 or strategy is not tf.distribute.get_strategy():
+        return copies[0].sparse_read  # type: ignore[no-any-return]  # As one device reads it.
+    for copy in copies:
+        if copy.handle is value.handle:  # The one of this replica.
+            return copy.sparse_read  # type: ignore[no-any-return]
+    return None

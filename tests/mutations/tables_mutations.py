@@ -1,0 +1,62 @@
+"""Lists of the rows of a table, broken on purpose."""
+
+from __future__ import annotations
+
+from mutation import broken
+
+ROWS = "test_tables.py::test_tables_train_as_on_one_device[SGD, rows, clipped]"
+ADAGRAD = "test_tables.py::test_tables_train_as_on_one_device[Adagrad, on every replica, in micro-batches]"
+FEATURE = "test_tables.py::test_a_feature_gets_the_gradient_of_a_table_as_a_tensor"
+RAGGED = "test_tables.py::test_ragged_ids_and_lookups_of_a_layer_of_a_user"
+ADAM = "test_tables.py::test_tables_train_as_on_one_device[Adam, the whole table]"
+
+TABLES = (
+    broken(
+        "rows of a repeated id are not added before they are squared",
+        "    return unique(gradient) if is_list(gradient) else gradient\n",
+        "    return gradient\n",
+        ADAGRAD,
+    ),
+    broken(
+        "the list of one replica is left out",
+        "        return joined(present) if is_list(present[0])",
+        "        return joined(present[:1]) if is_list(present[0])",
+        ROWS,
+    ),
+    broken(
+        "the rows of the micro-batches before are lost",
+        "sums.append(unique(addend if one is None else joined([one, addend])))",
+        "sums.append(unique(addend))",
+        ADAGRAD,
+    ),
+    broken(
+        "rows that the owner has updated are not copied",
+        "copies[number].scatter_update(tf.IndexedSlices(value, ids))",
+        "copies[number].scatter_update(tf.IndexedSlices(value[:0], ids[:0]))",
+        ROWS,
+    ),
+    broken(
+        "every optimizer updates the listed rows alone",
+        "            return leaves_other_rows(part)\n",
+        "            return True\n",
+        ADAM,
+    ),
+    broken(
+        "a replica updates the slots of another",
+        "_RowsOf((beside or found)[0], whole, ids)",
+        "_RowsOf(found[0], whole, ids)",
+        ADAGRAD,
+    ),
+    broken(
+        "a feature of a user gets a list of rows",
+        "        if sees and not feature.takes_lists:\n",
+        "        if sees and not feature:\n",
+        FEATURE,
+    ),
+    broken(
+        "ragged ids are looked up as dense ones",
+        "return ids.with_flat_values(read(ids.flat_values))",
+        "return read(ids.to_tensor())",
+        RAGGED,
+    ),
+)
