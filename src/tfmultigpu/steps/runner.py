@@ -241,8 +241,10 @@ class Runner:
             self._trace_for_each()
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
-                "others were cancelled. Received: CancelledError. The step is traced for each "
-                "replica from now on, so run it again, or call step(batch), to see the error."
+                "others were cancelled.",
+                "CancelledError",
+                "The step is traced for each replica from now on, so run it again, or call "
+                "step(batch), to see the error.",
             ) from error
 
     def _next_batch(self, source: Any, split: Split) -> Batch | None:

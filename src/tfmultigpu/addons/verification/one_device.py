@@ -34,8 +34,18 @@ class OneDevice:
         own: The variables of TensorFlow that the code of the user assigns; known once run.
     """
 
-    def __init__(self, step: Any, measure: Callable[[Any], Any]) -> None:
-        """Keeps the step, and the measure of a difference."""
+    def __init__(
+        self, step: Any, measure: Callable[[Any], Any], *, by_itself: bool = False
+    ) -> None:
+        """Begins without having run.
+
+        Args:
+            step: The step.
+            measure: What is compared of a variable.
+            by_itself: Whether it is traced for one device, also where a trace of the replicas
+                would serve.
+        """
+        self._by_itself = by_itself
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
         self.twin, self.trace = step.on_one_device(), Trace()
         self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
@@ -110,7 +120,10 @@ class OneDevice:
 
     def _look(self, batch: Shard) -> tuple[Any, ...]:
         # What replicas call, traced already, serves for the batch in one piece as well.
-        strategy, self.trace = self.twin.strategy, Trace(known=self.step.runner.trace)
+        strategy, self.trace = (
+            self.twin.strategy,
+            Trace(known=None if self._by_itself else self.step.runner.trace),
+        )
         self._touched = Touched()
         with sharing_seeds(self.strategy), self._touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))

@@ -97,7 +97,7 @@ class Verify(Feature):
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
             ):
-                found, later = self._verified(batch, self._sizes(rows, is_even=bool(is_even)))
+                found, later = self._verified(batch, rows, is_even=bool(is_even))
         result = call(batch)
         self._later, self._due = later, bool(self._always or later)
         self._device = self._device if self._due else None
@@ -125,14 +125,11 @@ class Verify(Feature):
         most = min(rows, max(held, parts + 1))
         uneven = most if most % parts else most - 1
         even = most - most % parts
-        if even == held:  # Shapes that agree there by chance must not agree on one device too.
-            even += -parts if even > parts else parts
-            even = min(even, rows)
         sizes = (uneven, even) if is_even else (uneven,)
         return [size for size in sizes if size >= parts] or [most]
 
     def _verified(
-        self, batch: Batch, sizes: list[int]
+        self, batch: Batch, rows: int, *, is_even: bool
     ) -> tuple[list[Verification], Verification | None]:
         """Verifies a batch; all workers call it.
 
@@ -141,6 +138,7 @@ class Verify(Feature):
             batch.
         """
         step, said = self._step, []
+        sizes = self._sizes(rows, is_even=is_even)
         norms = step.runner.trace.own_moments
         if norms and self._strategy.num_replicas_in_sync > 1:
             # They are as everybody knows them. What else there is shows without them.
@@ -151,7 +149,11 @@ class Verify(Feature):
         if first.verification.outcome == "same" or len(sizes) == 1:
             outcome, later = self._located(first), None
         else:
-            second = self._compared(step, batch, sizes[1])
+            size = sizes[1]
+            if first.verification.outcome == "not verified":
+                # What a replica holds may agree by chance with another shape.
+                size = min(2 * size, rows)
+            second = self._compared(step, batch, size)
             outcomes = first.verification.outcome, second.verification.outcome
             later = self._located(first) if outcomes == ("different", "same") else None
             outcome = self._located(second)
@@ -194,7 +196,11 @@ class Verify(Feature):
         device = self._device
         if device is None or device.step is not step or device.key != step.key():
             device = OneDevice(step, self._measure)
-        numbers = device.run(whole, compiled)
+        try:
+            numbers = device.run(whole, compiled)
+        except tf.errors.CancelledError:  # Of a function that is called TensorFlow loses errors.
+            device = OneDevice(step, self._measure, by_itself=True)
+            numbers = device.run(whole, compiled)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
         return _One(device, numbers, whole, local, places, compiled, arguments)
 
@@ -282,7 +288,7 @@ class NormalizeByState(Feature):
         return self
 
     def around_model(self, rows: Rows) -> AbstractContextManager[None]:
-        """Gives the moving mean and variance for those of the rows."""
+        """Gives the moving mean and variance in place of what the rows have."""
 
         def moments(original: Any, layer: KerasLayer, inputs: tf.Tensor, mask: Any) -> Any:
             state = layer.moving_mean, layer.moving_variance

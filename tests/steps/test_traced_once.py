@@ -1,0 +1,171 @@
+"""One trace of the function of a replica serves all, and gives what a trace for each gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.steps import Feature
+
+L = keras.layers
+FLOAT = {"dtype": "float64"}
+_random = np.random.default_rng(0)
+X = _random.normal(size=(11, 6, 4))
+Y = _random.integers(0, 3, size=(11,))
+SIZES = [(0, 9), (0, 11), (2, 4), (5, 11)]  # Even, uneven, fewer rows than replicas.
+
+
+class ForEach(Feature):
+    """Has each replica traced: what a feature does to the function of one is its own affair."""
+
+    def around_replica(self, replica: Any) -> Any:
+        return replica
+
+
+class Counts(L.Layer):
+    """Keeps a variable of TensorFlow, of which each replica has a copy."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = tf.Variable(
+            0.0, aggregation=tf.VariableAggregation.SUM,
+            synchronization=tf.VariableSynchronization.ON_READ,
+        )  # fmt: skip
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return x
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return x
+
+
+class AsksForItsNumber(L.Layer):
+    def call(self, x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        number = 0 if context is None else context.replica_id_in_sync_group
+        return x + 0.0 * tf.cast(number, x.dtype)
+
+
+def layers_of(kind: str) -> list[Any]:
+    made: dict[str, Callable[[], list[Any]]] = {
+        "draws and penalties": lambda: [
+            L.GaussianNoise(0.1, seed=1, **FLOAT),
+            L.Dropout(0.3, **FLOAT),
+            L.Dense(5, kernel_regularizer="l2", activity_regularizer="l1", **FLOAT),
+        ],
+        "statistics": lambda: [L.BatchNormalization(**FLOAT), L.SpectralNormalization(
+            L.Dense(5, **FLOAT), **FLOAT)],
+        "a recurrent layer": lambda: [L.LSTM(5, dropout=0.2, **FLOAT)],
+        "its own variable": lambda: [Counts(**FLOAT)],
+        "added moments": lambda: [L.BatchNormalization(synchronized=True, **FLOAT)],
+        "its number": lambda: [AsksForItsNumber(**FLOAT)],
+        "other draws": lambda: [L.Lambda(lambda x: x + tf.random.normal([], dtype=x.dtype))],
+    }  # fmt: skip
+    return made[kind]()
+
+
+def trained(kind: str, features: tuple[Feature, ...], **options: Any) -> tuple[list[Any], Any]:
+    """Returns the state after some batches, with the logs, and the trace."""
+    strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 4), dtype="float64"), *layers_of(kind),
+                                  L.Flatten(**FLOAT), L.Dense(3, **FLOAT)])  # fmt: skip
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **FLOAT)
+    step = tmg.make_train_step(
+        model, optimizer, loss, strategy, metrics=[accuracy], verify=False, features=features,
+        **options,
+    )  # fmt: skip
+    logs = [step((X[a:b], Y[a:b])) for a, b in SIZES]
+    variables = [*model.variables, *optimizer.variables, *accuracy.variables]
+    owned = [layer.calls for layer in model.layers if isinstance(layer, Counts)]
+    state = [variable.numpy() for variable in (*variables, *owned)]
+    return [*state, *[float(value) for each in logs for value in each.values()]], step.trace
+
+
+ONE_TRACE = ["draws and penalties", "statistics", "a recurrent layer", "its own variable"]
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"micro_batches": 2}, {"clip_norm": 0.5, "loss_scale": "dynamic"}, {"shard_update": True},
+]  # fmt: skip
+
+
+# TensorFlow optimizes a function apart from what is around it, so the last bit may differ.
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", ONE_TRACE)
+def test_one_trace_gives_what_a_trace_for_each_gives(kind: str, options: dict[str, Any]) -> None:
+    once, trace = trained(kind, (), **options)
+    each, other = trained(kind, (ForEach(),), **options)
+    assert trace.why_each == ""
+    assert other.why_each == "ForEach changes the function of each replica"
+    for one, two in zip(once, each, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("added moments", "replicas add up something"),
+        ("its number", "asks for the number of its replica"),
+        ("other draws", "draws random numbers by tf.random"),
+    ],
+)
+def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> None:
+    _, trace = trained(kind, ())
+    assert why in trace.why_each
+
+
+def test_the_python_code_of_a_model_runs_once_for_all_replicas() -> None:
+    calls: list[None] = []
+
+    def counted(x: Any) -> Any:
+        calls.append(None)
+        return x
+
+    strategy = tmg.create_strategy(devices=4)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), L.Lambda(counted), L.Dense(1)])
+        optimizer = keras.optimizers.SGD()
+    calls.clear()
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    step((X[:, 0], Y[:, None]))
+    assert len(calls) == 1
+    calls.clear()  # Nor again for the check of the first step.
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    step((X[:, 0], Y[:, None]))
+    assert step.verification.outcome == "same"
+    assert len(calls) == 1
+
+
+def test_the_error_of_a_replica_is_not_lost() -> None:
+    """TensorFlow may keep the error of a function, or that others were cancelled."""
+
+    def out_of_range(labels: Any, predictions: Any) -> Any:
+        wrong = tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7)
+        return wrong + predictions[:, 0]
+
+    def step_of() -> Any:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
+            optimizer = keras.optimizers.SGD()
+        return tmg.make_train_step(model, optimizer, out_of_range, strategy, verify=False)
+
+    strategy = tmg.create_strategy(devices=2)
+    step, batch = step_of(), (X[:6, 0], Y[:6, None])
+    for _ in range(3):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+            step(batch)
+    step, data = step_of(), tmg.distribute_dataset(batch, strategy, batch_size=3)
+    with pytest.raises((tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError)) as first:
+        step.run(iter(data), 2)
+    if not isinstance(first.value, tf.errors.InvalidArgumentError):
+        assert "run it again" in str(first.value)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+            step.run(iter(data), 2)
