@@ -27,7 +27,7 @@ class Before:
     """A variable before a step.
 
     Attributes:
-        handle: Its resource: of a variable of several copies, that of one of them.
+        handle: Its resource: of a variable of several copies, one copy's.
         kept: Its value; the first element alone, if all are equal.
         shape: The shape of the value.
     """

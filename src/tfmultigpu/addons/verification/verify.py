@@ -282,7 +282,7 @@ class NormalizeByState(Feature):
         return self
 
     def around_model(self, rows: Rows) -> AbstractContextManager[None]:
-        """Gives the moving mean and variance for those of the rows."""
+        """Gives the moving mean and variance in place of the rows' own."""
 
         def moments(original: Any, layer: KerasLayer, inputs: tf.Tensor, mask: Any) -> Any:
             state = layer.moving_mean, layer.moving_variance
