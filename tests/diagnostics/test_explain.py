@@ -127,12 +127,16 @@ CASES = {
     ),
     "nothing": (
         lambda: in_scope(ROWS.batch(9)),
-        *("in-order", "All that was given is on 2 replica(s) as it should be"),
+        *("in-order", "Everything that you passed is on every replica, 2 in all"),
         "print(tmg.tuning.profile_step(step, data))",
     ),
     "arrays": (
         lambda: in_scope((X, Y)),
-        *("in-order", "All that was given is on 2 replica(s)", "tmg.fit, not Keras'"),
+        *(
+            "in-order",
+            "Everything that you passed is on every replica, 2 in all",
+            "Train with tmg.fit",
+        ),
     ),
 }
 

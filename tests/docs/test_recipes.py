@@ -62,6 +62,8 @@ OTHERS = {
     ("testing", "test_my_model_trains_on_any_number_of_replicas"): "as above",
     ("testing", "test_my_loop_trains_on_any_number_of_replicas"): "as above",
     ("data", "read"): "reads what augment gets, by numbers: tests/data/test_preprocessing.py",
+    ("data", "write"): "writes the files of the page",
+    ("data", "decode"): "decodes them; seeds of rows: tests/data/test_preprocessing.py",
     ("checkpoints", "build"): "resumed runs are held in tests/promises/test_resume.py",
     ("checkpoints", "read"): "as above",
     ("checkpoints", "train"): "as above",

@@ -1,4 +1,4 @@
-"""The words of pages and docstrings: what a reader would read twice is refused.
+"""The words of pages, docstrings and messages: what a reader would read twice is refused.
 
 Each pattern is a habit that makes a sentence hard to read, with what to write instead.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lines.messages import VALUE, messages
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tfmultigpu"
@@ -59,6 +60,12 @@ def docstrings() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT).as_posix()} {name}", re.sub("``.*?``", "code", text)
 
 
+def said() -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each message."""
+    for message in messages():
+        yield f"{message.file}:{message.line}", message.text.replace(VALUE, "value")
+
+
 def tics_in(texts: Iterator[tuple[str, str]]) -> list[str]:
     """Returns where a text has a habit, with what to write instead."""
     found = []
@@ -80,6 +87,11 @@ def test_pages_are_plain() -> None:
 def test_docstrings_are_plain() -> None:
     assert tics_in(docstrings()) == []
     assert [place for place, text in docstrings() if text.startswith("Takes ")] == []
+
+
+# Fails if a message has one.
+def test_messages_are_plain() -> None:
+    assert tics_in(said()) == []
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def checkpoints_with_steps_per_epoch(told: Told) -> None:
     fit(checkpoints.data, model=model, callbacks=[checkpoints.callback()])
 
 
-@example("The data was distributed for another strategy than that of the model")
+@example("The data was distributed for another strategy than the model's")
 def data_for_three(told: Told) -> None:
     with told():
         fit(distribute(batches(), 3))
@@ -431,7 +431,7 @@ def a_function_as_step(told: Told) -> None:
     tmg.fit(model, (X, Y), step=chained(model), verbose=0)
 
 
-@example("The step was made for another strategy than that of the model")
+@example("The step was made for another strategy than the model's")
 def a_step_for_three(told: Told) -> None:
     other = made(replicas=3)
     trained = tmg.make_train_step(other, optimizer_of(3), "mse", strategy_of(3), verify=False)

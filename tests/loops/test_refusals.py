@@ -68,7 +68,7 @@ def test_data_that_does_not_fit(model: Any) -> None:
         (tmg.predict, X[:0], "The data has no batches", {}),
         (tmg.evaluate, known(), "sample_weight works only for arrays", {"sample_weight": WEIGHT}),
         (tmg.predict, iter(BATCHES), "An iterator can be read once", {}),
-        (tmg.predict, other, "distributed for another strategy than that of the", {}),
+        (tmg.predict, other, "distributed for another strategy than the", {}),
     ]
     for call, data, words, options in every:
         with pytest.raises(DataError, match=words):

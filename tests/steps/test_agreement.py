@@ -160,7 +160,7 @@ def test_two_workers_that_train_another_program_are_told(pair: Any, tmp_path: Pa
             assert f"on worker {number}, and another on worker {1 - number}. Run the same" in text
         for name in ("weights in fit", "weights in evaluate"):
             assert told[name].startswith("The workers begin with different values of ")
-            assert "bias, and would go on with two models" in told[name]
+            assert "bias, and would train two models" in told[name]
             assert f"add up to {0.5 if number == 0 else 0:g} on worker {number}" in told[name]
         assert "momentum" in told["moments"]
         assert "to 7 on worker 1" in told["moments"]

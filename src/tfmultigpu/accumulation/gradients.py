@@ -113,7 +113,7 @@ def refuse_float8(variables: Sequence[KerasVariable]) -> None:
     new = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if new:
         raise TfMultiGpuError(
-            "A float8 layer computes its scales from a whole batch; those of replicas cannot be "
+            "A float8 layer computes its scales from a whole batch; scales of replicas cannot be "
             "added.",
             f"{new[:3]}",
             'Leave out layer.quantize("float8").',

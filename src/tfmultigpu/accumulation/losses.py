@@ -176,8 +176,8 @@ def _warn_of_means() -> None:
     warnings.warn(
         "pair.weight divides after all replicas were added. Received: its gradient, so the loss "
         "was divided by it before: pair.sum / pair.weight, a mean over one replica's rows, is for "
-        f"logs, and trains on means of means. {BY_HAND} Who divides by the weight of all replicas "
-        "writes tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
+        f"logs, and trains on means of means. {BY_HAND} To divide by the weight of all replicas, "
+        "write tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
         ReplicaDependenceWarning,
         stacklevel=2,
     )

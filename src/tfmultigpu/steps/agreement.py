@@ -52,8 +52,8 @@ def check_programs_alike(
     if (difference := exchange.find_difference("a step", described)) is not None:
         name, other = difference
         raise ClusterError(
-            f"The workers train with a different {name}, so the sum of their gradients would be "
-            "that of neither.",
+            f"The workers train with a different {name}, so the sum of their gradients would "
+            "fit none of them.",
             f"{described[name][:300]} on worker {exchange.worker}, and another on worker {other}",
             "Run the same program with the same settings on every worker.",
         )
@@ -127,8 +127,8 @@ def check_values_alike(
     total = float(np.sum(np.asarray(variables[place].numpy(), "float64")))
     sums = exchange.floats("the sum of a variable", [total])[:, 0]
     raise ClusterError(
-        f"The workers begin with different values of {variables[place].path}, and would go on "
-        "with two models.",
+        f"The workers begin with different values of {variables[place].path}, and would "
+        "train two models.",
         f"elements that add up to {sums[exchange.worker]:.9g} on worker {exchange.worker}, and to "
         f"{sums[other]:.9g} on worker {other}",
         "Load and set weights on every worker, also in a callback, not behind `if worker == 0:`.",

@@ -119,9 +119,9 @@ class Forward:
             losses = original(layer)
             if losses and self.forward is not None and id(layer) in own:
                 warn(
-                    "forward reads the losses of the model, which the step adds by itself: those "
-                    "of regularizers and of add_loss. In the sum that forward returns they would "
-                    f"count twice. Received: losses of {layer.name!r}. Leave out "
+                    "forward reads the losses of the model, which the step adds by itself: the "
+                    "losses of regularizers and of add_loss. In the sum that forward returns "
+                    f"they would count twice. Received: losses of {layer.name!r}. Leave out "
                     "sum(model.losses)."
                 )
             return losses

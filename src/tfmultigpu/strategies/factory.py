@@ -170,7 +170,7 @@ def _join(cluster: Cluster | None, plan: StrategyPlan, timeout: float) -> Strate
     if process_state.cluster is not None:
         raise ClusterError(
             f"This process has joined a cluster already, as {process_state.cluster}, and "
-            "TensorFlow hangs a second time.",
+            "TensorFlow would hang if it joined again.",
             "",
             "Use the first strategy again.",
         )

@@ -148,7 +148,7 @@ def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> _Mark | No
     if count < strategy.num_replicas_in_sync and any(hasattr(leaf, REDUCED) for leaf in leaves):
         raise TfMultiGpuError(
             "An optimizer in strategy.run would add gradients over the workers once more.",
-            "those of GradientAccumulator.reduce as its arguments",
+            "gradients of GradientAccumulator.reduce as its arguments",
             "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
             "variables).",
         )

@@ -58,7 +58,7 @@ def as_tensor(gradient: Gradient, shape: Shape) -> tf.Tensor:
 
 
 def values_of(gradient: Gradient) -> tf.Tensor:
-    """Returns the numbers of a gradient: those of the rows of a list, or the tensor."""
+    """Returns the numbers of a gradient: of the rows of a list, or the tensor."""
     return gradient.values if is_list(gradient) else gradient
 
 

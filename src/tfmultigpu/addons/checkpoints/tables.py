@@ -69,8 +69,8 @@ def read_tables(tables: Tables, exchange: WorkerExchange) -> Arrays:
         raise CheckpointError(
             "Workers hold different tables, and a checkpoint has one.",
             f"{difference[0]!r} differs on worker {difference[1]}",
-            "Each worker writes the rows of its own shards. Count in a variable that adds those "
-            "of all replicas: keras.Variable(0.0, trainable=False, aggregation='sum', "
+            "Each worker writes the rows of its own shards. Count in a variable that adds the "
+            "counts of all replicas: keras.Variable(0.0, trainable=False, aggregation='sum', "
             "synchronization='on_read').",
         )
     return arrays

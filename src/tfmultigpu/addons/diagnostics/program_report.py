@@ -102,9 +102,9 @@ def explain(
     findings = {str(cause): cause for cause in causes}
     replicas = strategy.num_replicas_in_sync
     if not findings:
-        what = f"All that was given is on {replicas} replica(s) as it should be."
-        why = "Each replica computes its part of a batch with an example for each; dataset= checks."
-        change = "tmg.fit, not Keras'; if it is slow: print(tmg.tuning.profile_step(step, data))"
+        what = f"Everything that you passed is on every replica, {replicas} in all."
+        why = "Each replica computes its shard of a batch. Pass dataset= to check the batches, too."
+        change = "Train with tmg.fit. If it is slow: print(tmg.tuning.profile_step(step, data))"
         findings[""] = Finding("note", "in-order", what, why, change)
     return Report(f"tfmultigpu explain: {replicas} replica(s)", tuple(findings.values()), facts)
 

@@ -50,7 +50,7 @@ def checked_strategy(model: KerasModel, function: str) -> tf.distribute.Strategy
     own = strategy_of(model)
     if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not own:
         raise ScopeError(
-            f"{function} was called inside the scope of another strategy than that of the model.",
+            f"{function} was called inside the scope of another strategy than the model's.",
             f"model {model.name!r} of {type(own).__name__} with {own.num_replicas_in_sync} "
             "replica(s)",
             f"Call {function} outside the scope, or create the model inside it.",

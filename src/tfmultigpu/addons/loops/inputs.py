@@ -169,7 +169,7 @@ def _distributed(
         return batches
     if data.strategy is not strategy:
         raise DataError(
-            "The data was distributed for another strategy than that of the model.",
+            "The data was distributed for another strategy than the model's.",
             f"data for {describe(data.strategy)}; a model of {describe(strategy)}",
             "Give the dataset itself, or write tmg.distribute_dataset(dataset, strategy).",
         )

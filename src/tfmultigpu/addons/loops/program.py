@@ -78,7 +78,7 @@ class Program:
                 )
             if made is not None and made.strategy is not strategy:
                 raise ScopeError(
-                    "The step was made for another strategy than that of the model.",
+                    "The step was made for another strategy than the model's.",
                     f"a step for {describe(made.strategy)}; model {model.name!r} of "
                     f"{describe(strategy)}",
                     "Make both in the scope of one strategy.",

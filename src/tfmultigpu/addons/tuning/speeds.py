@@ -98,8 +98,8 @@ def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[f
     seconds = [(long - least + slowest) / most for long in longest]
     if min(seconds) <= 0:
         raise DataError(
-            "More examples did not take a replica longer, so its speed cannot be told from the "
-            "cost of a step.",
+            "More examples did not take a replica longer, so its speed cannot be separated "
+            "from the cost of a step.",
             f"{examples} examples, seconds per example {seconds}",
             f"Give a larger batch, or more repeats than {repeats}.",
         )

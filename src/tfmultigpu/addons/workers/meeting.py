@@ -105,7 +105,11 @@ def _gather(
                 channel.close()  # Not a worker.
                 continue
             if index in came:
-                wrong = ClusterError(f"Two processes say that they are worker {index}.")
+                wrong = ClusterError(
+                    f"Two processes say that they are worker {index}.",
+                    "",
+                    "Give each process another index, and start each worker once.",
+                )
                 send(channel, {"problem": _fields(wrong)})
             else:
                 came[index] = channel
