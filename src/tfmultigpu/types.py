@@ -164,7 +164,7 @@ class ResumingCallback(Protocol):
         """
 
     def on_fit_ready(self, fit: RunningFit) -> None:
-        """Receives the ``fit``, before its ``on_train_begin``."""
+        """Gets to know the ``fit``, before its ``on_train_begin``."""
 
     def on_fit_exit(self) -> None:
-        """Is called when ``fit`` ends, after an error too."""
+        """Lets go of the ``fit``, which has ended, also by an error."""
