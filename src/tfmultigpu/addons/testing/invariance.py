@@ -141,12 +141,13 @@ def assert_replica_invariant(
         _refuse_options({"shares": shares, "predict": None if predict else False, **options})
         return functions.hold(build, strategies(), allowed)
     batches = _batches_of(dataset)
-    expected = list(_train_on_one_device(_build(build), batches, predict))
+    predicted = batches if predict else []
+    expected = list(_train_on_one_device(_build(build), batches, predicted))
     largest = Difference("nothing", 0, 0.0)
     for each in strategies():
         with each.scope():
             training = _build(build)
-        actual = _train_on_replicas(training, batches, predict, each, shares, options)
+        actual = _train_on_replicas(training, batches, predicted, each, shares, options)
         for number, (here, there) in enumerate(zip(expected, actual, strict=True)):
             step = min(number, len(batches))
             found = []
@@ -200,24 +201,29 @@ def _build(build: Callable[[], Any]) -> Training:
     return training
 
 
+def _values_before(training: Training) -> Quantities:
+    """Returns the values before training, of a model that has them."""
+    return training.values() if training.model.built else []
+
+
 def _train_on_one_device(
-    training: Training, batches: list[Shard], predict: bool
+    training: Training, batches: list[Shard], predicted: list[Shard]
 ) -> Iterator[Quantities]:
     """Yields the values before training, after each step, and at the end."""
     loop = OneDevice(training)
-    yield training.values() if training.model.built else []
+    yield _values_before(training)
     loop.build(batches[0])
     for batch in batches:
         logs = loop.step(batch)
         shown = [(name, value.numpy()) for name, value in logs.items()]
         yield [*shown, *training.values()]
-    yield _ends(training, batches if predict else [], loop.evaluate, loop.predict)
+    yield _ends(training, predicted, loop.evaluate, loop.predict)
 
 
 def _train_on_replicas(
     training: Training,
     batches: list[Shard],
-    predict: bool,
+    predicted: list[Shard],
     strategy: tf.distribute.Strategy,
     shares: Sequence[float] | None,
     options: Mapping[str, Any],
@@ -225,7 +231,7 @@ def _train_on_replicas(
     """Yields the same on replicas."""
     model, forward = training.model, training.forward
     objective = None
-    yield training.values() if model.built else []
+    yield _values_before(training)
     if forward is None:
         objective = Objective(training.loss, training.loss_weights, training.weighted_metrics)
     step = make_train_step(
@@ -245,8 +251,7 @@ def _train_on_replicas(
     # Without verification, because the caller compares.
     evaluate = make_eval_step(model, objective, strategy, forward=forward, verify=False)
     predictor = make_predict_step(model, strategy, verify=False)
-    batches = batches if predict else []
-    yield _ends(training, batches, lambda batch: evaluate(batch)["loss"], predictor)
+    yield _ends(training, predicted, lambda batch: evaluate(batch)["loss"], predictor)
 
 
 def _ends(
