@@ -151,8 +151,8 @@ class RunningFit(Protocol):
 class ResumingCallback(Protocol):
     """A callback that saves a ``fit`` and resumes it; every worker has the same ones.
 
-    Its hooks of Keras come after the hooks of all other callbacks, so it sees their state, and what it
-    restores stays.
+    Its hooks of Keras come after the hooks of all other callbacks. So it sees their state, and what
+    it restores stays.
     """
 
     def on_fit_begin(self, asked: FitStart, epochs: int) -> FitStart | None:

@@ -235,7 +235,7 @@ class Checkpoints:
             )
 
     def stop_listening(self) -> None:
-        """Leaves SIGTERM to whoever handled it before."""
+        """Restores the handler of SIGTERM, and passes on a signal that nobody has obeyed."""
         self._signal.stop_listening()
 
     def _check_counted(self, is_counted: bool) -> None:

@@ -20,7 +20,7 @@ def epoch_logs(
     Args:
         sums: For each step the sums of its tally.
         metrics: The results of the metrics.
-        by_rows: Whether losses are means of those of the batches, each by its rows.
+        by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
     losses: dict[str, Any] = {}
     for step, (numbers, fields) in sums.items():

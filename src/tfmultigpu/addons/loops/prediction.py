@@ -110,7 +110,7 @@ def _is_array(item: object) -> bool:
 def _step_of(
     model: KerasModel, strategy: tf.distribute.Strategy, feed: Feed, verify: Verify
 ) -> PredictStep:
-    """Returns a step that predicts such batches: that of the last call, if it fits."""
+    """Returns a step that predicts such batches: the last one, if it fits."""
     build_if_needed(model, strategy, feed.element_spec)
     proxy: Any = weakref.proxy(model)
 
