@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Prefer: TypeAlias = Literal["auto", "tpu", "multi_worker", "mirrored", "one_device"]
 Communication: TypeAlias = Literal["auto", "nccl", "ring", "hierarchical_copy", "one_device"]
@@ -21,7 +24,13 @@ KerasOptimizer: TypeAlias = Any
 KerasVariable: TypeAlias = Any
 KerasLayer: TypeAlias = Any
 PhysicalDevice: TypeAlias = Any  # Of ``tf.config``.
+KerasMetric: TypeAlias = Any
+KerasCallback: TypeAlias = Any
+Logs: TypeAlias = Any  # A dict from names to numbers, or None.
+Data: TypeAlias = Any  # What ``distribute_dataset`` takes or returns.
+Batches: TypeAlias = "tf.data.Dataset[Any]"  # Of batches, of examples, or of elements of a cut.
 Scalar: TypeAlias = Any  # A tensor of shape (), or a number.
+Tensor: TypeAlias = Any  # Dense, ragged or sparse.
 Shard: TypeAlias = Any  # The rows of a replica, or a batch: a nested structure of tensors.
 BatchSpec: TypeAlias = Any  # The type specs of a batch, in its structure.
 
@@ -74,9 +83,21 @@ class Strategy(Protocol):
         """Returns the context in which variables are created."""
 
 
+class StepSums(NamedTuple):
+    """Sums over batches of one step, in JSON types: a resumed run may have no further batch in it.
+
+    Attributes:
+        numbers: The numbers of its tally.
+        terms: The fields of each term of its loss.
+    """
+
+    numbers: list[float]
+    terms: list[dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class FitStart:
-    """Where a resumed ``fit`` begins.
+    """Where a ``fit`` begins.
 
     Attributes:
         seed: The seed of the order of arrays.
@@ -89,42 +110,61 @@ class FitStart:
     seed: int
     first_epoch: int
     epoch: int
-    step: int
-    batches: int
+    step: int = 0
+    batches: int = 0
 
 
 class RunningFit(Protocol):
     """A running ``fit``, as a callback that saves and resumes it sees it.
 
-    Such a callback has ``on_fit_begin(fit)``, which returns where to begin, or None to begin as
-    asked. ``fit`` calls it on every worker, before it prepares data and step, and ends with
-    ``on_fit_exit()``, after an error too. Every other hook comes after the hooks of all other
-    callbacks, so it sees their state, and what it restores stays.
-
     Attributes:
         callbacks: All callbacks of this worker, with ``History``.
-        epochs: The number of the last epoch.
-        first_epoch: The ``initial_epoch`` that was asked for, or as in the ``FitStart``.
-        seed: The seed of the order of arrays, likewise.
-        batches: Batches so far, with those before a restart.
-        sums: Sums over the batches of this epoch, from which logs are made; empty before
-            ``on_epoch_begin``. A callback may restore it there.
-        data: What is known of the data, in JSON types, from ``on_train_begin`` on.
+        start: Where it began, in this process.
     """
 
     callbacks: Sequence[Any]
-    epochs: int
-    first_epoch: int
-    seed: int
-    batches: int
-    sums: dict[str, float]
-    data: Mapping[str, Any]
+    start: FitStart
 
-    def metric_variables(self) -> list[Any]:
+    def batches(self) -> int:
+        """Returns the batches so far, with those before a restart."""
+
+    def sums(self) -> Mapping[str, StepSums]:
+        """Returns by step the sums over the batches of this epoch, from which logs are made."""
+
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]]) -> None:
+        """Puts back the sums of a resumed epoch, in its ``on_epoch_begin``."""
+
+    def data(self) -> Mapping[str, Any]:
+        """Returns what is known of the data, in JSON types."""
+
+    def metric_variables(self) -> list[KerasVariable]:
         """Returns the variables of the metrics in the logs, which ``fit`` resets in each epoch."""
 
-    def changed_variables(self) -> list[Any]:
+    def changed_variables(self) -> list[KerasVariable]:
         """Returns what the training changes: weights, optimizers, and states in closures."""
 
     def other_states(self) -> list[Any]:
         """Returns the state that its traces change: variables, tables, and what is out of reach."""
+
+
+@runtime_checkable
+class ResumingCallback(Protocol):
+    """A callback that saves a ``fit`` and resumes it; every worker has the same ones.
+
+    Its hooks of Keras come after the hooks of all other callbacks. So it sees their state, and what
+    it restores stays.
+    """
+
+    def on_fit_begin(self, asked: FitStart, epochs: int) -> FitStart | None:
+        """Returns where to begin, before data and step are prepared; None to begin as asked.
+
+        Args:
+            asked: Where the ``fit`` begins that nothing resumes.
+            epochs: The number of the last epoch.
+        """
+
+    def on_fit_ready(self, fit: RunningFit) -> None:
+        """Gets to know the ``fit``, before its ``on_train_begin``."""
+
+    def on_fit_exit(self) -> None:
+        """Lets go of the ``fit``, which has ended, also by an error."""

@@ -94,7 +94,7 @@ def test_where_the_directory_is(
     run = tmg.Checkpoints(tmp_path / "file" / "run", model, data=batches())
     with pytest.raises(tmg.CheckpointError, match=r"cannot save step 0 to .*Not a directory"):
         next(run.epochs(1))
-    assert not run.data.is_begun
+    assert run.data.passes == 0
 
 
 def test_a_run_that_was_not_restored_does_not_lose_what_it_saves(

@@ -16,8 +16,8 @@ from fit_pairs import BATCHES, FIT, SIZE, WEIGHT, X, assert_same, hold, known, p
 from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.loops.array_batches import shard_arrays
 from tfmultigpu.addons.loops.hooks import every_batches
-from tfmultigpu.data.array_batches import shard_arrays
 from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.steps import call_lengths
 

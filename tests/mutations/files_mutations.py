@@ -59,7 +59,7 @@ FILES = (
     ),
     broken(
         "a training in a thread is silent about the SIGTERM that it will not hear",
-        "if not self.signal.listen():",
+        "if not self._signal.listen():",
         "if self.signal.listen() is None:",
         f"{SIGTERM}::test_a_training_in_a_thread_says_that_it_will_not_hear_sigterm",
         f"{SIGTERM}::test_what_the_warning_tells_to_write_keeps_the_steps[another]",

@@ -8,8 +8,8 @@ LOOPS = (
     # fit --------------------------------------------------------------------------------------------
     broken(
         "the logs of an epoch are those of its last call",
-        "self.sums[name] = np.add(new, before).tolist(), terms",
-        "self.sums[name] = new.tolist(), terms",
+        "values = np.add(values, self.sums[name].numbers)",
+        "pass",
         "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
     ),
     broken(
@@ -21,14 +21,14 @@ LOOPS = (
     ),
     broken(
         "a fit begins with the first epoch, whatever initial_epoch is",
-        '"initial_epoch": hooks.start.epoch,',
-        '"initial_epoch": 0,',
+        "initial_epoch=start.epoch,",
+        "initial_epoch=0,",
         "test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
     ),
     broken(
         "class weights are forgotten",
-        "tf.where(tf.gather(keys, places) == flat, own, 1)",
-        "tf.ones_like(own)",
+        "tf.where(tf.gather(classes, places) == flat, weight, 1)",
+        "tf.ones_like(weight)",
         "test_fit.py::test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
     ),
     broken(
@@ -39,15 +39,15 @@ LOOPS = (
     ),
     broken(
         "fit forgets clip_norm",
-        'micro_batches, "clip_norm": clip_norm,',
-        'micro_batches, "clip_norm": None,',
+        '        "micro_batches": micro_batches,\n        "clip_norm": clip_norm,\n',
+        '        "micro_batches": micro_batches,\n        "clip_norm": None,\n',
         "test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",
     ),
     # evaluate and predict ---------------------------------------------------------------------------
     broken(
         "only the first batches of an evaluation are in its loss",
-        "self.sums[name] = np.add(new, before).tolist(), terms",
-        "self.sums[name] = self.sums.get(name, (new.tolist(), terms))",
+        "values = np.add(values, self.sums[name].numbers)",
+        "values = np.asarray(self.sums[name].numbers)",
         "test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",
     ),
     broken(
@@ -139,8 +139,8 @@ LOOPS = (
     ),
     broken(
         "a run that SIGTERM ended says that all is well",
-        "128 + signal.SIGTERM, False",
-        "0, False",
+        "code = 128 + signal.SIGTERM",
+        "code = 0",
         "test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",
     ),
     broken(

@@ -55,13 +55,13 @@ STATE = (
     ),
     broken(
         "a checkpoint of a loop is written without a table that it would not hold",
-        "        self.check_holds_states(() if self._step is None else self._step.other_states())\n",
+        "            self.check_holds_states(self._step.other_states())\n",
         "",
         REFUSED,
     ),
     broken(
         "a checkpoint of fit is written without a table that it would not hold",
-        "self._variables.check_holds_states(self._fit.other_states(), self._fit.metric_variables())",
+        "self._variables.check_holds_states(fit.other_states(), fit.metric_variables())",
         "self._variables.check_holds_states(())",
         REFUSED,
     ),

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import BatchSpec, Data, Scalar, Shard, Tensor
 
 _SAMPLED = 2**16
 NO_ROWS = GraphMessage(
@@ -36,7 +37,7 @@ NOT_ROWS = GraphMessage(
 )
 
 
-def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
+def unpack_batch(batch: Shard) -> tuple[Shard, Shard, Shard]:
     """Returns features, labels and sample weights of a batch; None for a missing part.
 
     A tuple is ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; anything else is ``x``, as in
@@ -55,14 +56,14 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
     return x, y, weight
 
 
-def any_rows(leaf: Any) -> Any:
+def any_rows(leaf: Tensor) -> BatchSpec:
     """Returns the type spec of a tensor, or of its spec, with an unknown number of rows."""
     if leaf is None:
         return None
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         leaf = tf.type_spec_from_value(leaf)
     if isinstance(leaf, tf.RaggedTensorSpec):
-        spec: Any = leaf
+        spec: BatchSpec = leaf
         shape = [None, *spec.shape[1:]]
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     if isinstance(leaf, tf.SparseTensorSpec):
@@ -70,12 +71,12 @@ def any_rows(leaf: Any) -> Any:
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
-def tensors_of(batch: Any) -> list[Any]:
+def tensors_of(batch: Shard) -> list[Tensor]:
     """Returns the tensors of a batch in the order of ``tf.nest``, leaving out None."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
-def _present(batch: Any) -> list[Any]:
+def _present(batch: Shard) -> list[Tensor]:
     tensors = tensors_of(batch)
     if not tensors:
         raise DataError(
@@ -86,7 +87,7 @@ def _present(batch: Any) -> list[Any]:
     return tensors
 
 
-def structure_of(batch: Any) -> str:
+def structure_of(batch: Shard) -> str:
     """Returns the kinds of containers of a batch or of its type specs, and the names in them.
 
     Named tuples are equal in Python if their values are, whatever their fields.
@@ -94,7 +95,7 @@ def structure_of(batch: Any) -> str:
     return repr(tf.nest.map_structure(lambda leaf: None if leaf is None else 0, batch))
 
 
-def digest(batch: Any, previous: Any = 0) -> Any:
+def digest(batch: Shard, previous: Scalar = 0) -> Scalar:
     """Returns a hash of the shapes and of a sample of each tensor, and of a hash before it."""
     parts = [tf.strings.as_string(previous)]
     for leaf in tf.nest.flatten(batch, expand_composites=True):
@@ -106,12 +107,12 @@ def digest(batch: Any, previous: Any = 0) -> Any:
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts, "|"), 2**62)
 
 
-def count_rows(batch: Any) -> Any:
+def count_rows(batch: Shard) -> Scalar:
     """Returns the number of rows of a batch, an int64 scalar."""
     return _rows_of(_present(batch)[0])
 
 
-def _rows_of(tensor: Any) -> Any:
+def _rows_of(tensor: Tensor) -> Scalar:
     if isinstance(tensor, tf.SparseTensor):
         return tensor.dense_shape[0]
     if isinstance(tensor, tf.RaggedTensor):
@@ -125,7 +126,7 @@ def _rows_of(tensor: Any) -> Any:
     return tf.cast(rows, tf.int64)
 
 
-def check_rows_agree(batch: Any) -> list[tf.Operation]:
+def check_rows_agree(batch: Shard) -> list[tf.Operation]:
     """Returns assertions that all tensors of a batch have the same number of rows, at least one."""
     leaves = _present(batch)
     known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
@@ -142,7 +143,7 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
     return [check for check in checks if check is not None]
 
 
-def checked_rows(batch: Any) -> Any:
+def checked_rows(batch: Shard) -> Shard:
     """Returns a batch whose tensors depend on the assertions of ``check_rows_agree``."""
     checks = check_rows_agree(batch)
     if not checks:
@@ -150,7 +151,7 @@ def checked_rows(batch: Any) -> Any:
     return with_dependencies(checks, batch)
 
 
-def with_dependencies(operations: Sequence[Any], batch: Any) -> Any:
+def with_dependencies(operations: Sequence[Any], batch: Shard) -> Shard:
     """Returns a batch whose tensors are computed after some operations."""
     with tf.control_dependencies(operations):
         return tf.nest.map_structure(
@@ -176,7 +177,7 @@ def as_data_error(error: tf.errors.OpError) -> Exception:
     return converted
 
 
-def lists_to_tuples(batch: Any) -> Any:
+def lists_to_tuples(batch: Shard) -> Data:
     """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
     if isinstance(batch, list) and not any(map(holds_arrays, batch)):
         return np.asarray(batch)
@@ -185,10 +186,12 @@ def lists_to_tuples(batch: Any) -> Any:
     if not isinstance(batch, (list, tuple)):
         return batch
     items = map(lists_to_tuples, batch)
-    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if hasattr(batch, "_fields"):
+        return type(batch)(*items)
+    return tuple(items)
 
 
-def holds_arrays(item: Any) -> bool:
+def holds_arrays(item: Data) -> bool:
     """Returns whether an item of a list is an array or a structure of arrays, and not a row."""
     if isinstance(item, (list, tuple)):
         return any(map(holds_arrays, item))

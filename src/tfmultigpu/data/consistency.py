@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import logging
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from tfmultigpu.data.batch_format import digest
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import Batches, Scalar, Shard
 
 _log = logging.getLogger("tfmultigpu")
 # To wait for the first worker at the first batch, longer than it usually lags behind; and later.
@@ -23,9 +23,7 @@ _SECONDS, _SECONDS_LATER = 20.0, 1.0
 _datasets_made: collections.Counter[str] = collections.Counter()
 
 
-def compared_over_workers(
-    batches: tf.data.Dataset[Any], strategy: tf.distribute.Strategy
-) -> tf.data.Dataset[Any]:
+def compared_over_workers(batches: Batches, strategy: tf.distribute.Strategy) -> Batches:
     """Returns the dataset with a check that all workers read the same batches.
 
     After 1, 2, 4, ... batches of a pass every worker compares a digest of all of them with the
@@ -43,7 +41,7 @@ def compared_over_workers(
     name, length = f"data {kind} {_datasets_made[kind]}", int(batches.cardinality())
     current = 0
 
-    def compare(number: Any, hashed: Any) -> bool:
+    def compare(number: Scalar, hashed: Scalar) -> bool:
         nonlocal current
         current += int(number == 1)
         own = f"{length} {hashed}"
@@ -70,7 +68,7 @@ def compared_over_workers(
         return True
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def check(state: Any, batch: Any) -> Any:
+    def check(state: tuple[Scalar, Scalar], batch: Shard) -> tuple[tuple[Scalar, Scalar], Shard]:
         number, hashed = state[0] + 1, digest(batch, state[1])
         compared = tf.cond(
             tf.bitwise.bitwise_and(number, number - 1) == 0,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import checked_rows, count_rows, structure_of
+from tfmultigpu.data.batch_format import checked_rows, count_rows, structure_of, tensors_of
 from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
+from tfmultigpu.types import Batches, BatchSpec, Shard, Tensor
 
 
 class Cut:
@@ -41,7 +41,7 @@ class Cut:
         self,
         strategy: tf.distribute.Strategy,
         shares: tuple[int, ...],
-        element_spec: Any,
+        element_spec: BatchSpec,
         on_devices: bool = False,
         copies: bool = False,
     ) -> None:
@@ -77,7 +77,7 @@ class Cut:
         The strategy keeps it: to trace it takes longer than a short epoch.
         """
 
-        def cut(*element: Any) -> Any:
+        def cut(*element: Tensor) -> tuple[Tensor, ...]:
             # tf.data unpacks only tuples into arguments.
             batch = checked_rows(element if type(self.element_spec) is tuple else element[0])
             offsets = partition.shard_offsets(count_rows(batch), self.shares)
@@ -87,18 +87,21 @@ class Cut:
             (self, self.shares), tf.function(cut, autograph=False)
         )
 
-    def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
+    def flatten(self, shards: list[Shard], offsets: Tensor) -> tuple[Tensor, ...]:
         """Returns the element that holds the local shards and the offsets of all shards."""
-        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], offsets)
+        return (*tensors_of(shards), offsets)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def deal(self, *element: Any) -> tf.data.Dataset[Any]:
+    def deal(self, *element: Tensor) -> Batches:
         """Returns one element per local replica, each with its own shard, in turn."""
         *leaves, offsets = element
-        pieces = [tf.data.Dataset.from_tensors((*p, offsets)) for p in self._by_replica(leaves)]
-        return functools.reduce(tf.data.Dataset.concatenate, pieces)
+        first, *others = self._by_replica(leaves)
+        dealt = tf.data.Dataset.from_tensors((*first, offsets))
+        for shard in others:
+            dealt = dealt.concatenate(tf.data.Dataset.from_tensors((*shard, offsets)))
+        return dealt
 
-    def split(self, element: Any) -> tuple[list[Any], Any]:
+    def split(self, element: Tensor) -> tuple[list[Shard], Tensor]:
         """Returns the local shards, one structure each, and the offsets of all shards."""
         if not self.is_needed:
             element = checked_rows(element)
@@ -106,12 +109,12 @@ class Cut:
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
-            shards = zip(*(results(leaf) for leaf in leaves), strict=True)
+            shards = zip(*map(results, leaves), strict=True)
             return [self._pack(iter(shard)) for shard in shards], results(offsets)[0]
         return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], offsets
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def to_batch(self, element: Any) -> Any:
+    def to_batch(self, element: Tensor) -> Shard:
         """Returns a structure of per-replica values for ``strategy.run``, marked with its offsets.
 
         One replica gets plain tensors.
@@ -132,12 +135,12 @@ class Cut:
             return partition.mark_offsets(batch, offsets)
         return each_row_once(batch, offsets, self.strategy, devices)
 
-    def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
+    def _by_replica(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         count = len(leaves) // len(self.local)
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
 
 
-def check_batched(element_spec: Any) -> None:
+def check_batched(element_spec: BatchSpec) -> None:
     """Checks from the type specs alone that elements are batches."""
     specs = components_of(element_spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -154,24 +157,22 @@ def check_batched(element_spec: Any) -> None:
         )
 
 
-def components_of(element_spec: Any) -> list[Any]:
+def components_of(element_spec: BatchSpec) -> list[BatchSpec]:
     """Returns the type specs of a batch's tensors, leaving out None."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
 
 
-def _is_none(spec: Any) -> bool:
+def _is_none(spec: BatchSpec) -> bool:
     # In TensorFlow 2.19 the class has no public name.
     return isinstance(spec, type(tf.type_spec_from_value(None)))
 
 
-def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
+def _packer(spec: BatchSpec) -> Callable[[Iterator[Tensor]], Shard]:
     """Returns a function that packs leaves into a structure, faster than ``tf.nest``."""
     if isinstance(spec, tf.TypeSpec):
         return (lambda leaves: None) if _is_none(spec) else next
     if type(spec) is tuple:
         parts = [_packer(part) for part in spec]
         return lambda leaves: tuple([part(leaves) for part in parts])
-    present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
-    return lambda leaves: tf.nest.pack_sequence_as(
-        spec, [next(leaves) if here else None for here in present]
-    )
+    leaf_packers = [_packer(leaf) for leaf in tf.nest.flatten(spec)]
+    return lambda leaves: tf.nest.pack_sequence_as(spec, [pack(leaves) for pack in leaf_packers])

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.cut import Cut
+from tfmultigpu.types import Shard
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,7 +28,7 @@ class NextBatch:
         more: tf.Tensor = self.optional.has_value()
         return more
 
-    def get_value(self) -> Any:
+    def get_value(self) -> Shard:
         """Returns the batch; inside a ``tf.function`` in a branch of ``has_value()`` alone."""
         return self.cut.to_batch(self.optional.get_value())
 

@@ -13,15 +13,15 @@ of users know nothing of such copies: see ``small_batches``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.strategies.marked_runs import OFFSETS, WHOLE
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 
-def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
+def row_offsets(rows: Scalar, shares: Sequence[int]) -> Tensor:
     """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector."""
     parts = len(shares)
     rows = tf.cast(rows, tf.int64)
@@ -39,7 +39,7 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     return tf.minimum(pushed, rows - (parts - index))
 
 
-def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
+def shard_offsets(rows: Scalar, shares: Sequence[int]) -> Tensor:
     """Returns the offsets of the replicas' shards in the global batch, then its rows."""
     rows, parts = tf.cast(rows, tf.int64), len(shares)
     if parts == 1:
@@ -48,7 +48,7 @@ def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
     return tf.where(rows < parts, copies, row_offsets(tf.maximum(rows, parts), shares))
 
 
-def are_copies(offsets: Any) -> Any:
+def are_copies(offsets: Tensor) -> Scalar:
     """Returns whether each of the shards with these offsets is the whole batch, a bool scalar.
 
     The offsets of copies are zeros before the last. In a partition the first shard has a row.
@@ -56,18 +56,18 @@ def are_copies(offsets: Any) -> Any:
     return tf.equal(offsets[1], 0)
 
 
-def shard_bounds(offsets: Any, shard: int) -> tuple[Any, Any]:
+def shard_bounds(offsets: Tensor, shard: int) -> tuple[Scalar, Scalar]:
     """Returns the first row of a shard in the global batch, and the row after its last."""
     return offsets[shard], tf.where(are_copies(offsets), offsets[-1], offsets[shard + 1])
 
 
-def shard_weight(offsets: Any) -> Any:
+def shard_weight(offsets: Tensor) -> Scalar:
     """Returns the weight of each row of the shards with these offsets, a float64 scalar."""
     one = tf.ones([], tf.float64)
     return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
 
 
-def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int]) -> list[Any]:
+def cut_rows(batch: Shard, shares: Sequence[int], parts: Sequence[int]) -> list[Shard]:
     """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch."""
     if len(shares) == 1:
         return [batch]
@@ -75,7 +75,7 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int]) -> list[An
     return [slice_rows(batch, *shard_bounds(offsets, part), copied=True) for part in parts]
 
 
-def cut_part(batch: Any, parts: Any, part: Any) -> Any:
+def cut_part(batch: Shard, parts: Scalar, part: Scalar) -> Shard:
     """Returns one of ``parts`` nearly equal parts of a batch; all of it if it has fewer rows."""
     with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
         bounds = part_bounds(count_rows(batch), parts, part)
@@ -83,7 +83,7 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
     return slice_rows(batch, start, stop)
 
 
-def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
+def part_bounds(rows: Scalar, parts: Scalar, part: Scalar) -> tuple[Scalar, Scalar]:
     """Returns the first row of a part and the row after its last, as ``cut_part`` cuts."""
     part = tf.cast(part, tf.int64)
     whole = rows < parts
@@ -91,37 +91,41 @@ def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
     return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
 
-def row_weight(rows: Any, parts: Any) -> Any:
+def row_weight(rows: Scalar, parts: Scalar) -> Scalar:
     """Returns the weight of each row in a part, a float64 scalar: 1, or ``1 / parts``."""
     one = tf.ones([], tf.float64)
     return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
 
 
-def slice_rows(batch: Any, start: Any, stop: Any, *, copied: bool = False) -> Any:
+def slice_rows(batch: Shard, start: Scalar, stop: Scalar, *, copied: bool = False) -> Shard:
     """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch.
 
     Copied, they have memory of their own. Into the memory of a slice TensorFlow 2.21 writes even
     where it is NumPy's, as of a batch that a generator yields: the array of the user would change.
     """
 
-    def slice_tensor(tensor: Any) -> Any:
+    def slice_tensor(tensor: Tensor) -> Tensor:
         if isinstance(tensor, tf.SparseTensor):
             first, last = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
             columns = tensor.dense_shape[1:]
             begin = tf.concat([[first], tf.zeros_like(columns)], 0)
             size = tf.concat([[last - first], columns], 0)
             return _with_known_columns(tf.sparse.slice(tensor, begin, size), tensor)
-        if tensor is not None and copied:
+        if tensor is None:
+            return None
+        if copied:
             return tf.gather(tensor, tf.range(start, stop))
-        return None if tensor is None else tensor[start:stop]
+        return tensor[start:stop]
 
     return tf.nest.map_structure(slice_tensor, batch)
 
 
-def take_rows(tensor: Any, rows: Any) -> Any:
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """Returns some rows of a dense, ragged or sparse tensor, in a new order; None stays None."""
+    if tensor is None:
+        return None
     if not isinstance(tensor, tf.SparseTensor):
-        return None if tensor is None else tf.gather(tensor, rows)
+        return tf.gather(tensor, rows)
     count = tf.size(rows, tf.int64)
     # For each old row its new place, from 1 on; 0 if it is not taken.
     places = tf.scatter_nd(rows[:, None], tf.range(1, count + 1), tensor.dense_shape[:1])
@@ -136,25 +140,31 @@ def take_rows(tensor: Any, rows: Any) -> Any:
     return _with_known_columns(tf.sparse.reorder(part), tensor)
 
 
-def _with_known_columns(part: Any, tensor: Any) -> Any:
+def _with_known_columns(part: Tensor, tensor: Tensor) -> Tensor:
     """Tells the static number of columns, which slicing drops and a layer builds its weights by."""
     if tensor.shape.rank is not None:
         part.set_shape([None, *tensor.shape[1:]])
     return part
 
 
-def mark_offsets(batch: Any, offsets: Any = None) -> Any:
+def mark_offsets(batch: Shard, offsets: Tensor = None) -> Shard:
     """Marks the shards of a batch with the result of ``shard_offsets``; None: all rows are here.
 
     The mark is an attribute of each tensor, so every part of an unpacked batch keeps it. A
     ``tf.function`` rebuilds its arguments and so drops it.
     """
     for leaf in tensors_of(batch):
-        setattr(leaf, *((WHOLE, True) if offsets is None else (OFFSETS, offsets)))
+        if offsets is None:
+            setattr(leaf, WHOLE, True)
+        else:
+            setattr(leaf, OFFSETS, offsets)
     return batch
 
 
-def marked_offsets(batch: Any) -> Any:
+def marked_offsets(batch: Shard) -> Tensor:
     """Returns the offsets that these shards are marked with; None if unmarked."""
-    marks = (getattr(leaf, OFFSETS, None) for leaf in tf.nest.flatten(batch))
-    return next((mark for mark in marks if mark is not None), None)
+    for leaf in tf.nest.flatten(batch):
+        offsets = getattr(leaf, OFFSETS, None)
+        if offsets is not None:
+            return offsets
+    return None

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.types import Batches, Scalar
+
 # An iterator of these creates the iterators of their inputs once, when it is created itself.
 _FORWARD = (
     "AssertCardinality Batch DirectedInterleave Filter FlatMap Interleave Map MapAndBatch Options "
@@ -27,31 +29,35 @@ class SharedNumber:
         """Begins with -1."""
         self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
 
-    def read(self) -> Any:
+    def read(self) -> Scalar:
         """Returns the number, a scalar."""
         return self._table.lookup(tf.constant(0, tf.int64))
 
-    def write(self, number: Any) -> Any:
+    def write(self, number: Scalar) -> Any:
         """Stores a number; returns the operation, in a graph."""
         return self._table.insert(tf.constant(0, tf.int64), tf.cast(number, tf.int64))
 
 
-def read_over(iterator: Iterator[Any], batches: int | None) -> int:
+def read_over(iterator: Iterator[object], batches: int | None) -> int:
     """Reads up to a number of batches, None for all; returns how many there were."""
-    return sum(1 for _ in itertools.islice(iterator, batches))
+    count = 0
+    for _ in itertools.islice(iterator, batches):
+        count += 1
+    return count
 
 
-def begin_unread(dataset: tf.data.Dataset[Any]) -> bool:
+def begin_unread(dataset: Batches) -> bool:
     """Returns whether the order of a pass depends only on how many passes began before it.
 
     A dataset that reshuffles counts its passes. Below another shuffle, ``cache``, ``repeat`` or
     ``concatenate`` it counts something else, and so does a ``tf.random.Generator``.
     """
     graph = _graph_of(dataset)
-    inside = {node.op for function in graph.library.function for node in function.node_def}
-    inside -= {"StatefulPartitionedCall"}  # Its function is in the library too.
-    if any(op.startswith(("Rng", "Stateful")) for op in inside):
-        return False
+    for function in graph.library.function:
+        for node in function.node_def:
+            is_call = node.op == "StatefulPartitionedCall"  # Its function is in the library too.
+            if node.op.startswith(("Rng", "Stateful")) and not is_call:
+                return False
     nodes = {node.name: node for node in graph.node}
     pending = [node.input[0] for node in graph.node if node.op == "_Retval"]
     reached = set()
@@ -63,7 +69,7 @@ def begin_unread(dataset: tf.data.Dataset[Any]) -> bool:
     return reached >= {node.name for node in graph.node if _reshuffles(node)}
 
 
-def _graph_of(dataset: tf.data.Dataset[Any]) -> Any:
+def _graph_of(dataset: Batches) -> Any:
     from tensorflow.core.framework import graph_pb2
 
     variant = tf.data.experimental.to_variant(dataset)

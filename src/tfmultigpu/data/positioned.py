@@ -1,4 +1,7 @@
-"""Datasets that resume at a position, with a check that the data is still the same."""
+"""Datasets that resume at a position, with a check that the data is still the same.
+
+Two add-ons call it: checkpoints hold such a dataset, and ``fit`` makes one of data that it resumes.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,40 @@ from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
+from tfmultigpu.types import Batches, Data, Scalar, Shard
 
 _NONE = -1
 
 
 @dataclasses.dataclass(eq=False)
 class Position:
-    """Position of a run in its data: complete passes, and batches of the current pass."""
+    """Position of a run in its data.
+
+    Attributes:
+        epoch: Complete passes.
+        step_in_epoch: Batches of the current pass.
+        is_begun: Whether the pass of this epoch has begun here.
+    """
 
     epoch: int = 0
     step_in_epoch: int = 0
+    is_begun: bool = False
+
+    def move_to(self, epoch: int, step_in_epoch: int = 0) -> None:
+        """Moves to a place whose pass has not begun here."""
+        self.epoch, self.step_in_epoch, self.is_begun = epoch, step_in_epoch, False
+
+    def end_epoch(self) -> None:
+        """Moves to the begin of the next pass."""
+        self.move_to(self.epoch + 1)
+
+    def begin_pass(self) -> None:
+        """Notes that the pass of this epoch begins."""
+        self.is_begun = True
+
+    def count(self, steps: int) -> None:
+        """Counts batches of the current pass."""
+        self.step_in_epoch += steps
 
 
 class PositionedDataset(ShardedDataset):
@@ -31,35 +58,49 @@ class PositionedDataset(ShardedDataset):
 
     Attributes:
         passes: Number of passes begun so far, those passed over included.
-        is_begun: Whether a pass has begun that trains; the training loop resets it with an epoch.
-        passed_over: Called with the number of each epoch whose pass was passed over, for other data
-            that was read in between.
     """
 
     def __init__(
         self,
-        whole: ShardedDataset,
+        like: ShardedDataset,
         position: Position,
         first_batch: SharedNumber | None = None,
         of_epoch: Callable[[int], ShardedDataset] | None = None,
     ) -> None:
-        """Begins as a whole pass; the training loop changes ``position``.
+        """Use ``position_data`` instead.
 
-        ``first_batch`` records the first batch of each pass; ``of_epoch`` makes the data of one.
+        Args:
+            like: A whole pass.
+            position: Where a pass begins; who owns it moves it on.
+            first_batch: Records the first batch of each pass.
+            of_epoch: Returns the data of an epoch.
         """
-        self.__dict__.update(whole.__dict__)
+        batches = like.batches
+        if first_batch is not None and of_epoch is None:
+            batches = _record_first(batches, first_batch)
+        super().__init__(
+            batches,
+            like.strategy,
+            like.shares,
+            like.prefetches_to_device,
+            like.preprocessing,
+            copies=like.cut.copies,
+            reader=like.reader,
+        )
         self.passes = 0
-        self.passed_over: Callable[[int], None] = lambda epoch: None
         self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
+        self._notify: Callable[[int], None] = lambda epoch: None
         self.pass_over(0)
 
     def __iter__(self) -> ShardIterator:
         """Begins a pass at the position."""
         self._catch_up()
-        whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
+        whole: ShardedDataset = self
+        if self._of_epoch is not None:
+            whole = self._of_epoch(self._position.epoch)
         self.reader = whole.reader
         self._count_pass()
-        self.is_begun = True
+        self._position.begin_pass()
         iterator, done = ShardedDataset.iterate_from(whole, self._position.step_in_epoch)
         if done < self._position.step_in_epoch:
             raise CheckpointError(
@@ -81,7 +122,9 @@ class PositionedDataset(ShardedDataset):
 
     def first_hash(self) -> int | None:
         """Returns a hash of the first batch of the last pass; None if it was not read."""
-        number = _NONE if self._first_batch is None else int(self._first_batch.read())
+        if self._first_batch is None:
+            return None
+        number = int(self._first_batch.read())
         return None if number == _NONE else number
 
     def pass_over(self, epochs: int, compare: bool = False) -> None:
@@ -91,7 +134,13 @@ class PositionedDataset(ShardedDataset):
         """
         self._passes_to_repeat, self._compares = epochs, compare
         self._last_hash: int | None = None
-        self.is_begun = False
+
+    def call_after_passing_over(self, notify: Callable[[int], None]) -> None:
+        """Has a function called with each epoch that was passed over.
+
+        It passes over other data, which was read between the passes of this one.
+        """
+        self._notify = notify
 
     def hash_of_last_epoch(self) -> int | None:
         """Returns a hash of the first batch of the last epoch to pass over, as the data is now."""
@@ -101,13 +150,16 @@ class PositionedDataset(ShardedDataset):
     def _catch_up(self) -> None:
         epochs, self._passes_to_repeat = self._passes_to_repeat, 0
         compares, self._compares = self._compares, False
-        for epoch in range(self.passes if self._of_epoch is None else 0, epochs):
+        # Passes of one dataset are counted; a function of the epoch is called for each.
+        first = self.passes if self._of_epoch is None else 0
+        for epoch in range(first, epochs):
             is_compared = compares and epoch == epochs - 1
             self._count_pass()
-            if self._of_epoch is None or is_compared:
-                whole = self if self._of_epoch is None else self._of_epoch(epoch)
-                read_over(ShardedDataset.__iter__(whole).source, int(is_compared))
-            self.passed_over(epoch)
+            if self._of_epoch is None:
+                read_over(ShardedDataset.__iter__(self).source, int(is_compared))
+            elif is_compared:
+                read_over(iter(self._of_epoch(epoch)).source, 1)
+            self._notify(epoch)
         if compares:
             self._last_hash = self.first_hash()
 
@@ -118,24 +170,24 @@ class PositionedDataset(ShardedDataset):
 
 
 def position_data(
-    data: Any, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
+    data: Data, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
 ) -> PositionedDataset:
     """Returns data, or a function of the epoch that returns data, as passes from a position on.
 
     If it is compared, the first batch of a pass is recorded for ``first_hash``.
     """
-    if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
+    if isinstance(data, PositionedDataset):
         return PositionedDataset(data, position)
     first_batch = SharedNumber()
     if _takes_epoch(data):
-        known: dict[int, ShardedDataset] = {}
+        made: dict[int, ShardedDataset] = {}  # The last one.
 
         def of_epoch(epoch: int) -> ShardedDataset:
-            if epoch not in known:
-                known.clear()
+            if epoch not in made:
+                made.clear()
                 whole = distribute_dataset(data(epoch), strategy)
-                known[epoch] = whole.with_batches(_record_first(whole.batches, first_batch))
-            return known[epoch]
+                made[epoch] = whole.with_batches(_record_first(whole.batches, first_batch))
+            return made[epoch]
 
         return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
     is_distributed = isinstance(data, ShardedDataset)
@@ -149,13 +201,10 @@ def position_data(
             "Make it a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
             "seed=epoch).batch(size).",
         )
-    if not is_compared:
-        return PositionedDataset(whole, position)
-    recorded = whole.with_batches(_record_first(whole.batches, first_batch))
-    return PositionedDataset(recorded, position, first_batch)
+    return PositionedDataset(whole, position, first_batch if is_compared else None)
 
 
-def _takes_epoch(data: Any) -> bool:
+def _takes_epoch(data: Data) -> bool:
     """Returns whether data is a function that needs one argument, the epoch."""
     try:
         signature = inspect.signature(data)
@@ -166,11 +215,11 @@ def _takes_epoch(data: Any) -> bool:
     return len(needed) == 1 and needed[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
-def _record_first(batches: tf.data.Dataset[Any], first: SharedNumber) -> tf.data.Dataset[Any]:
+def _record_first(batches: Batches, first: SharedNumber) -> Batches:
     """Returns the same batches; a hash of the first is stored when it is read."""
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def record(number: Any, batch: Any) -> Any:
+    def record(number: Scalar, batch: Shard) -> Shard:
         stored = tf.cond(number == 0, lambda: tf.group(first.write(digest(batch))), tf.no_op)
         return with_dependencies([stored], batch)
 

@@ -13,6 +13,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.passes import SharedNumber
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Batches, Scalar, Shard, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Preprocessing:
         return self.passes.write(self.passes.read() + 1)
 
     def own_rows(
-        self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int
-    ) -> tf.data.Dataset[Any]:
+        self, batches: Batches, shares: Sequence[int], local: Sequence[int], skip: int
+    ) -> Batches:
         """Returns the rows of each batch, a number, and the rows of this process, preprocessed."""
         has_seed = takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def own(state: Any, batch: Any) -> Any:
+        def own(state: tuple[Scalar, Scalar], batch: Shard) -> tuple[Any, tuple[Tensor, ...]]:
             number, first_row = state
             number = tf.where(number < 0, self.passes.read(), number)
             rows = count_rows(batch)
@@ -54,10 +55,10 @@ class Preprocessing:
             return (number, first_row + rows), part
 
         # AutoGraph converts these two, for the function of the user.
-        def apply(seed: Any, example: Any) -> Any:
+        def apply(seed: Scalar, example: Tensor) -> Shard:
             return self.function(example, seed) if has_seed else self.function(example)
 
-        def preprocess(*part: Any) -> tf.data.Dataset[Any]:
+        def preprocess(*part: Tensor) -> Batches:
             rows, seeds, batch = part
             examples = tf.data.Dataset.from_tensor_slices((seeds, batch))
             results = examples.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -70,19 +71,22 @@ class Preprocessing:
         return parts.interleave(preprocess, 2, num_parallel_calls=2, deterministic=True)
 
 
-def own_range(offsets: Any, local: Sequence[int]) -> tuple[Any, Any]:
+def own_range(offsets: Tensor, local: Sequence[int]) -> tuple[Scalar, Scalar]:
     """Returns the first row of a process in a global batch, and the row after its last."""
     return offsets[local[0]], partition.shard_bounds(offsets, local[-1])[1]
 
 
 def divide_own_rows(
-    rows: Any, batch: Any, shares: Sequence[int], local: Sequence[int]
-) -> tuple[Any, Any]:
+    rows: Scalar, batch: Shard, shares: Sequence[int], local: Sequence[int]
+) -> tuple[list[Shard], Tensor]:
     """Returns the shards of the replicas of this process, and the offsets of all shards."""
     offsets = partition.shard_offsets(rows, shares)
     first, _ = own_range(offsets, local)
-    bounds = [partition.shard_bounds(offsets, shard) for shard in local]
-    return [partition.slice_rows(batch, a - first, b - first) for a, b in bounds], offsets
+    shards = []
+    for shard in local:
+        start, stop = partition.shard_bounds(offsets, shard)
+        shards.append(partition.slice_rows(batch, start - first, stop - first))
+    return shards, offsets
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import any_rows, lists_to_tuples
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import BatchSpec, Data, Shard, Tensor
 
 # The batches that determine the type specs; Keras looks at as many.
 _LOOKED_AT = 2
@@ -34,7 +35,7 @@ class Reader:
     """
 
     def __init__(
-        self, begin: Callable[[], Any], looked_at: list[Any], name: str, hooks: Any = None
+        self, begin: Callable[[], Any], looked_at: list[Shard], name: str, hooks: Any = None
     ) -> None:
         """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
         if not looked_at:
@@ -76,7 +77,7 @@ class Reader:
         return cls(begin, looked_at, getattr(make_batches, "__name__", ""))
 
     @classmethod
-    def of_keras(cls, data: Any) -> Reader | None:
+    def of_keras(cls, data: Data) -> Reader | None:
         """Reads data as ``fit`` of Keras reads it; None if Keras does not read it by batches."""
         reading = _compat.reading_of_keras(data)
         if reading is None:
@@ -122,15 +123,16 @@ class Reader:
 
     # In the thread of tf.data. --------------------------------------------------------------------
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> Iterator[Shard]:
         """Begins a pass, or continues one."""
-        if not self._continues:
+        batches = self._pass if self._continues else None
+        if batches is None:
             batches = self._begin()
-        else:
-            batches = self._pass = self._begin() if self._pass is None else self._pass
+        if self._continues:
+            self._pass = batches
         return map(self._checked, itertools.islice(batches, self._most))
 
-    def _checked(self, batch: Any) -> Any:
+    def _checked(self, batch: Shard) -> Shard:
         """Returns a batch; TensorFlow would convert one of another type, and drop fractions."""
         batch = _to_tensors_or_arrays(batch)
         for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
@@ -148,24 +150,24 @@ def _weakly(iterator: Any) -> Callable[[], Any]:
         return lambda: iterator
 
 
-def _look_at(batches: Any) -> list[Any]:
-    return [_to_tensors_or_arrays(batch) for batch in itertools.islice(batches, _LOOKED_AT)]
+def _look_at(batches: Iterable[Shard]) -> list[Shard]:
+    return list(map(_to_tensors_or_arrays, itertools.islice(batches, _LOOKED_AT)))
 
 
-def _to_tensors_or_arrays(batch: Any) -> Any:
+def _to_tensors_or_arrays(batch: Shard) -> Shard:
     return tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf),
         lists_to_tuples(batch),
     )
 
 
-def _spec_of_batches(batches: list[Any]) -> Any:
+def _spec_of_batches(batches: list[Shard]) -> BatchSpec:
     first, second = (tf.nest.map_structure(_spec_of, batches[i]) for i in (0, -1))
     return tf.nest.map_structure(
         lambda spec, other: spec.most_specific_common_supertype([other]) or spec, first, second
     )
 
 
-def _spec_of(leaf: Any) -> Any:
+def _spec_of(leaf: Tensor) -> BatchSpec:
     spec = tf.type_spec_from_value(leaf)
     return spec if leaf is None else any_rows(spec)

@@ -21,13 +21,14 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.next_batch import NextBatch
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import Batches, Shard
 
 # Those that a user holds, or a traceback, when the program ends.
 _open: weakref.WeakSet[ShardIterator] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(eq=False)
-class ShardIterator(Iterator[Any]):
+class ShardIterator(Iterator[Shard]):
     """One pass over a ``ShardedDataset``; ``iter(dataset)`` creates it.
 
     Attributes:
@@ -38,10 +39,10 @@ class ShardIterator(Iterator[Any]):
 
     source: Any
     cut: Cut
-    elements: tf.data.Dataset[Any] | None = None
+    elements: Batches | None = None
 
     @classmethod
-    def over(cls, source: Any, elements: tf.data.Dataset[Any], cut: Cut) -> ShardIterator:
+    def over(cls, source: Any, elements: Batches, cut: Cut) -> ShardIterator:
         """Begins a pass over ``source``, which hands out the elements."""
         if tf.inside_function():  # Such an iterator ends with the call of the function.
             return cls(iter(source), cut)
@@ -79,7 +80,7 @@ class ShardIterator(Iterator[Any]):
         return self
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __next__(self) -> Any:
+    def __next__(self) -> Shard:
         """Returns the next batch of shards.
 
         Raises:
@@ -94,7 +95,7 @@ class ShardIterator(Iterator[Any]):
         except tf.errors.InvalidArgumentError as error:
             raise as_data_error(error) from None
 
-    def get_next(self) -> Any:
+    def get_next(self) -> Shard:
         """Returns the next batch; at the end raises ``OutOfRangeError``, as TensorFlow's does."""
         try:
             element = self.source.get_next()

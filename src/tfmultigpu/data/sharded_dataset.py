@@ -23,13 +23,13 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
-from tfmultigpu.types import Strategy
+from tfmultigpu.types import Batches, BatchSpec, Data, Scalar, Shard, Strategy, Tensor
 
 _MOST_SHOWN = 4  # Tensors of a batch, in the line of a dataset.
 
 
 def distribute_dataset(
-    dataset: Any,
+    dataset: Data,
     strategy: Strategy | None = None,
     *,
     batch_size: int | None = None,
@@ -117,12 +117,17 @@ def distribute_dataset(
         batches, reader = global_batches(dataset, batch_size)
     check_batched(batches.element_spec)
     return ShardedDataset(
-        batches, strategy, whole_shares, prefetch_to_device, preprocessing,
-        copies=small_batches == "copy", reader=reader,
-    )  # fmt: skip
+        batches,
+        strategy,
+        whole_shares,
+        prefetch_to_device,
+        preprocessing,
+        copies=small_batches == "copy",
+        reader=reader,
+    )
 
 
-def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
+def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
     """Returns the weight of each row of a batch of ``distribute_dataset``, in a loop of your own.
 
     Call it outside ``strategy.run``, and give it to the replicas with the batch:
@@ -161,7 +166,7 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
     return weight
 
 
-def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
+def should_prefetch(element_spec: BatchSpec, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether to prefetch to devices: dense numbers, to GPUs and TPUs."""
     devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
     on_accelerators = any("CPU" not in device.upper() for device in devices)
@@ -186,13 +191,13 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def __init__(
         self,
-        batches: tf.data.Dataset[Any],
+        batches: Batches,
         strategy: tf.distribute.Strategy,
         shares: tuple[int, ...],
         prefetch_to_device: bool | None = None,
         preprocessing: Preprocessing | None = None,
         skip: int = 0,
-        elements: tf.data.Dataset[Any] | None = None,
+        elements: Batches | None = None,
         copies: bool = False,
         reader: Reader | None = None,
     ) -> None:
@@ -206,7 +211,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self._cardinality = int(batches.cardinality()) if reader is None else reader.cardinality
         local = local_replicas(strategy)
         has_workers = len(local) < strategy.num_replicas_in_sync
-        spec: Any = batches.element_spec
+        spec: BatchSpec = batches.element_spec
         if preprocessing is not None:
             own: Any = compared_over_workers(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
@@ -221,13 +226,14 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         if preprocessing is not None:
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-            def divide(rows: Any, batch: Any) -> Any:
+            def divide(rows: Scalar, batch: Shard) -> tuple[Tensor, ...]:
                 return cut.flatten(*divide_own_rows(rows, batch, shares, local))
 
             elements = own.map(divide if cut.is_needed else lambda rows, batch: batch)
         elif elements is None or has_workers:
             elements = compared_over_workers(batches, strategy)
-            elements = elements.map(self.cut.function) if self.cut.is_needed else elements
+            if cut.is_needed:
+                elements = elements.map(cut.function)
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
             self._elements = pieces = elements.flat_map(self.cut.deal)
@@ -264,12 +270,18 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             self.reader.begin()
         return begun
 
-    def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
+    def with_batches(self, batches: Batches, skip: int = 0) -> ShardedDataset:
         """Returns other batches of the same type, cut and preprocessed as these are."""
         return ShardedDataset(
-            batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing,
-            skip, copies=self.cut.copies, reader=self.reader,
-        )  # fmt: skip
+            batches,
+            self.strategy,
+            self.shares,
+            self.prefetches_to_device,
+            self.preprocessing,
+            skip,
+            copies=self.cut.copies,
+            reader=self.reader,
+        )
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
         """Begins a new pass at one of its batches; also returns how many were passed over."""
@@ -277,7 +289,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             iterator = ShardedDataset.__iter__(self)
             return iterator, read_over(iterator.source, batch)
         rest = self.with_batches(self.batches, skip=batch)
-        return iter(rest), batch if self._cardinality < 0 else min(batch, self._cardinality)
+        passed = batch
+        if self._cardinality >= 0:
+            passed = min(batch, self._cardinality)
+        return iter(rest), passed
 
     def cardinality(self) -> int:
         """Returns the number of global batches in a pass; negative as of a ``tf.data.Dataset``."""
@@ -288,16 +303,17 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return len(self.batches) if self._cardinality < 0 else self._cardinality
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> BatchSpec:
         """Type specs of what an iterator yields, as for ``tf.function(input_signature=[...])``."""
         if self.strategy.num_replicas_in_sync == 1:
             return self.cut.element_spec
-        ones = [1] * len(self.cut.local)
-        kind: Any = type(tf.type_spec_from_value(per_replica(self.strategy, ones)))
-        return tf.nest.map_structure(
-            lambda spec: kind(*[any_rows(spec) for _ in ones]) if hasattr(spec, "shape") else spec,
-            self.cut.element_spec,
-        )
+        replicas = len(self.cut.local)
+        kind: Any = type(tf.type_spec_from_value(per_replica(self.strategy, [1] * replicas)))
+
+        def of_replicas(spec: BatchSpec) -> BatchSpec:
+            return kind(*[any_rows(spec)] * replicas) if hasattr(spec, "shape") else spec
+
+        return tf.nest.map_structure(of_replicas, self.cut.element_spec)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""

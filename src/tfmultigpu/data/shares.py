@@ -39,10 +39,9 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
         (48, 16)
     """
     rows = check_count("global_batch_size", global_batch_size, error=DataError)
-    exact = [
-        Fraction(int(number) if isinstance(number, Integral) else float(number))
-        for number in _checked(capacities)
-    ]
+    exact: list[Fraction] = []
+    for number in _checked(capacities):
+        exact.append(Fraction(int(number) if isinstance(number, Integral) else float(number)))
     replicas = range(len(exact))
     if rows < len(exact):
         largest = sorted(replicas, key=lambda i: (-exact[i], i))[:rows]
@@ -56,7 +55,8 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
         if not small:
             break
         parts.update(dict.fromkeys(small, 1))
-    parts.update({i: int(quotas[i]) for i in others})
+    for i in others:
+        parts[i] = int(quotas[i])
     by_remainder = sorted(others, key=lambda i: (parts[i] - quotas[i], -exact[i], i))
     for i in by_remainder[: rows - sum(parts.values())]:
         parts[i] += 1
@@ -69,7 +69,7 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
         return (1,) * replicas
     shares = _checked(shares, replicas)
     if all(float(share).is_integer() for share in shares) and sum(shares) <= _PARTS:
-        return tuple(int(share) for share in shares)
+        return tuple(map(int, shares))
     return plan_shares(_PARTS, shares)
 
 

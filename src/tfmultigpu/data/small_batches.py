@@ -8,7 +8,6 @@ cuts: one row on the first replicas, none on the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,6 +17,7 @@ from tfmultigpu.data.partition import are_copies, mark_offsets, marked_offsets, 
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import COPIES
 from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.types import Shard, Tensor
 
 _COMPUTED = GraphMessage(
     "The batch has fewer rows than there are replicas, and a part of it was computed from the "
@@ -30,11 +30,12 @@ _COMPUTED = GraphMessage(
 
 
 def each_row_once(
-    batch: Any, offsets: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]
-) -> Any:
+    batch: Shard, offsets: Tensor, strategy: tf.distribute.Strategy, devices: Sequence[str]
+) -> Shard:
     """Returns a batch as a partition of its rows, marked with its offsets, also if it is copies."""
     mark_offsets(batch, offsets)
-    replicas, results = strategy.num_replicas_in_sync, strategy.experimental_local_results
+    replicas = strategy.num_replicas_in_sync
+    results = strategy.experimental_local_results
     shards = results(tensors_of(batch)[0])
     if _are_cut(shards, replicas) or (tf.executing_eagerly() and int(offsets[-1]) >= replicas):
         return batch
@@ -46,11 +47,13 @@ def each_row_once(
         rows = tf.cond(may_be_small, lambda: offsets[-1], lambda: tf.constant(replicas, tf.int64))
         is_small = rows < replicas
         once = tf.minimum(tf.range(replicas + 1, dtype=tf.int64), rows)
-        starts = [tf.where(is_small, once[i], tf.zeros([], tf.int64)) for i in local]
-        stops = [tf.where(is_small, once[i + 1], n) for i, n in zip(local, counts, strict=True)]
+        starts, stops = [], []
+        for replica, count in zip(local, counts, strict=True):
+            starts.append(tf.where(is_small, once[replica], tf.zeros([], tf.int64)))
+            stops.append(tf.where(is_small, once[replica + 1], count))
         offsets = tf.where(is_small, once, offsets)
 
-    def cut(whole: Any) -> Any:
+    def cut(whole: Tensor) -> Tensor:
         if whole is None:
             return None
         shards = []
@@ -64,22 +67,28 @@ def each_row_once(
     return mark_offsets(tf.nest.map_structure(cut, batch), offsets)
 
 
-def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
+def with_whole_shards(
+    leaves: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor, list[tf.Operation]]:
     """Returns the leaves of a batch with copies in place of shards without rows."""
-    copies = [getattr(leaf, COPIES, None) for leaf in leaves]
-    whole = [leaf if copy is None else copy for leaf, copy in zip(leaves, copies, strict=True)]
-    some = [copy for copy in copies if copy is not None]
-    if not some:
+    whole: list[Tensor] = []
+    copies: list[Tensor] = []
+    for leaf in leaves:
+        copy = getattr(leaf, COPIES, None)
+        if copy is not None:
+            copies.append(copy)
+        whole.append(leaf if copy is None else copy)
+    if not copies:
         return whole, marked_offsets(whole), []
-    offsets, checks = marked_offsets(some), []
-    if len(some) < len(tensors_of(leaves)):
+    offsets, checks = marked_offsets(copies), []
+    if len(copies) < len(tensors_of(leaves)):
         if tf.executing_eagerly():
             raise _COMPUTED.as_error(DataError)
         checks = [tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED.text])]
     return whole, offsets, checks
 
 
-def _are_cut(shards: Sequence[Any], replicas: int) -> bool:
+def _are_cut(shards: Sequence[Shard], replicas: int) -> bool:
     """Returns whether their static shapes tell that shards are not copies of a small batch."""
-    sizes = {shard.shape[0] for shard in shards if shard.shape.rank and shard.shape[0] is not None}
+    sizes = {shard.shape[0] for shard in shards if shard.shape.rank} - {None}
     return len(sizes) > 1 or any(size >= replicas for size in sizes)

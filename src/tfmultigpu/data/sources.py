@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tupl
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.data.tables import columns_as_array
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import Batches, Data, Tensor
 
 
 class GlobalBatches(NamedTuple):
@@ -22,11 +23,11 @@ class GlobalBatches(NamedTuple):
         reader: What makes them in Python; None if TensorFlow does.
     """
 
-    dataset: tf.data.Dataset[Any]
+    dataset: Batches
     reader: Reader | None = None
 
 
-def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
+def global_batches(data: Data, batch_size: int | None = None) -> GlobalBatches:
     """Returns data of any kind as global batches."""
     check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
@@ -64,14 +65,14 @@ def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
     return GlobalBatches(untuned(made), reader)
 
 
-def untuned(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+def untuned(dataset: Batches) -> Batches:
     """Turns tuning off: dropping an iterator waits for the tuner's thread, up to a minute."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
-def to_examples(source: Any) -> tf.data.Dataset[Any]:
+def to_examples(source: Data) -> Batches:
     """Returns data as a dataset of single examples."""
     check_not_distributed(source)
     if isinstance(source, tf.data.Dataset):
@@ -86,7 +87,7 @@ def to_examples(source: Any) -> tf.data.Dataset[Any]:
     return tf.data.Dataset.from_tensor_slices(tensors_of_arrays(source))
 
 
-def check_not_distributed(data: Any) -> None:
+def check_not_distributed(data: Data) -> None:
     """Checks that data is not distributed already."""
     if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
         raise DataError(
@@ -96,7 +97,7 @@ def check_not_distributed(data: Any) -> None:
         )
 
 
-def is_arrays(data: Any) -> bool:
+def is_arrays(data: Data) -> bool:
     """Returns whether data is arrays or numbers, in any structure, which need a batch size."""
     kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
     return all(
@@ -105,7 +106,7 @@ def is_arrays(data: Any) -> bool:
     )
 
 
-def tensors_of_arrays(data: Any) -> Any:
+def tensors_of_arrays(data: Data) -> Data:
     """Returns arrays, one or a tuple, list or dict of them, as tensors with equally many rows.
 
     A list of arrays is ``(x,)``, in which x is a tuple of several inputs, as in Keras.
@@ -133,7 +134,7 @@ def tensors_of_arrays(data: Any) -> Any:
     return arrays
 
 
-def _array_to_tensor(value: Any) -> Any:
+def _array_to_tensor(value: Data) -> Tensor:
     if value is None or tf.is_tensor(value):
         return value
     value = columns_as_array(value)

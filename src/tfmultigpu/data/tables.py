@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import Data
 
 
-def columns_as_array(value: Any) -> Any:
+def columns_as_array(value: Data) -> Data:
     """Returns a ``DataFrame`` or a ``Series`` as an array of rank 2; any other value unchanged.
 
     Columns of one type keep it. Numbers and booleans together, of which NumPy makes Python objects,
@@ -19,7 +20,9 @@ def columns_as_array(value: Any) -> Any:
     pandas: Any = sys.modules.get("pandas")
     if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series)):
         return value
-    frame = value.to_frame() if isinstance(value, pandas.Series) else value
+    frame = value
+    if isinstance(value, pandas.Series):
+        frame = value.to_frame()
     array = frame.to_numpy()
     if array.dtype != object:
         return array

@@ -42,8 +42,12 @@ class StopSignal:
             # None: the handler was not set by Python, which cannot restore it.
             signal.signal(self.number, self._before.pop() or signal.SIG_DFL)
             if self.received:
-                self.received = False
+                self.obey()
                 os.kill(os.getpid(), self.number)
+
+    def obey(self) -> None:
+        """Notes that somebody obeys the signal, which is not passed on then."""
+        self.received = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:

@@ -5,15 +5,18 @@ Their state is what ``state()`` returns, which ``set_state(value)`` takes, or pl
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import enum
 import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.addons.checkpoints import state
@@ -22,54 +25,64 @@ from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import digest_of
-from tfmultigpu.types import FitStart, RunningFit
+from tfmultigpu.types import FitStart, KerasCallback, Logs, ResumingCallback, RunningFit
+
+if TYPE_CHECKING:
+    from tfmultigpu.addons.checkpoints.manager import Checkpoints
 
 _log = logging.getLogger("tfmultigpu")
 _METRICS = "fit/metrics"
 _METHOD = "state()"
-_States = dict[str, dict[str, Any]]  # In JSON types, by the names of callbacks and attributes.
+# In JSON types, by the names of callbacks and attributes.
+_States: TypeAlias = dict[str, dict[str, Any]]
+_NewArrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 
 
-class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: ignore[misc]
     """The running ``fit`` of a ``Checkpoints``, or a stored one until a ``fit`` has resumed it.
 
-    ``types.RunningFit`` says when ``fit`` calls it; all workers call alike.
+    ``types.ResumingCallback`` says when ``fit`` calls it; all workers call alike.
 
     Attributes:
         every_batches: Steps of the run between two checkpoints; None means an epoch.
     """
 
-    every_batches: int | None = None
-
-    def __init__(self, run: Any, variables: RunVariables) -> None:
-        """Keeps the ``Checkpoints`` and its variables."""
+    def __init__(self, run: Checkpoints, variables: RunVariables) -> None:
         super().__init__()
         self._run, self._variables, self._exchange = run, variables, variables.exchange
+        self.every_batches: int | None = None
         self.load(None)
+
+    def save_every(self, steps: int | None) -> None:
+        """Saves after so many steps from now on; None means after each epoch."""
+        self.every_batches = steps
 
     def load(self, stored: Stored | None) -> None:
         """Reads a checkpoint; None if the run continues in a loop without ``fit``."""
-        self._fit: Any = None  # A ``RunningFit``, once it has begun.
-        self._stored: Any = stored if stored is not None and stored.run["fit"] else None
-        self._begin: Any = None  # The states of callbacks, once training has begun.
+        self._fit: RunningFit | None = None  # Once it has begun.
+        self._stored = stored if stored is not None and stored.run["fit"] else None
+        # The states of callbacks and their arrays, once training has begun.
+        self._begin: tuple[_States, Arrays] | None = None
 
     def read(self) -> tuple[Mapping[str, Any] | None, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
             return self._stored.run["fit"], self._stored.of_fit
-        if self._begin is None:
+        if self._begin is None or self._fit is None:
             return None, {}
-        self._variables.check_holds_states(self._fit.other_states(), self._fit.metric_variables())
+        fit, start = self._fit, self._fit.start
+        self._variables.check_holds_states(fit.other_states(), fit.metric_variables())
         states, arrays = _read_states(self._callbacks, self._variables, self._begin[0])
-        fit = {
+        description = {
             "callbacks": states,
             "stopped": not self._run.step_in_epoch and self.is_stopping(),
-            "begin": [self._fit.seed, self._fit.first_epoch, self._fit.batches],
-            "sums": dict(self._fit.sums),
+            "begin": [start.seed, start.first_epoch, fit.batches()],
+            "sums": dict(fit.sums()),
         }
-        return fit, {**arrays, **state.read_state(self._metrics(), self._exchange)}
+        metrics = state.read_state(_metrics_of(fit), self._exchange)
+        return description, {**arrays, **metrics}
 
-    def on_fit_begin(self, fit: RunningFit) -> FitStart:
+    def on_fit_begin(self, asked: FitStart, epochs: int) -> FitStart:
         """Returns where a ``fit`` begins, before its data is prepared."""
         if self._begin is not None:
             raise CheckpointError(
@@ -78,19 +91,23 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 "To resume the first, call checkpoints.restore() again. Just before a second one "
                 "write, and restore, tmg.Checkpoints(another_directory, model, model.optimizer).",
             )
-        self._fit, self._callbacks = fit, _named(fit.callbacks)
-        seed, first, batches, is_over = fit.seed, fit.first_epoch, 0, False
-        if self._stored is not None:
-            # Hooks must leave these. What the program changed since ``restore`` is part of the run.
-            self._restored = self._variables.read(self._run.data)
-            seed, first, batches = self._stored.run["fit"]["begin"]
-            is_over = self._stored.run["fit"]["stopped"]
-        if is_over:
+        if self._stored is None:
+            epoch = asked.first_epoch + self._run.epoch
+            return dataclasses.replace(asked, epoch=epoch, step=self._run.step_in_epoch)
+        # Hooks must leave these. What the program changed since ``restore`` is part of the run.
+        self._restored = self._variables.read(self._run.data)
+        seed, first, batches = self._stored.run["fit"]["begin"]
+        epoch = first + self._run.epoch
+        if self._stored.run["fit"]["stopped"]:
             _log.warning("A callback ended this run. To train further, fit without checkpoints.")
-        epoch = fit.epochs if is_over else first + self._run.epoch
+            epoch = epochs
         return FitStart(seed, first, epoch, self._run.step_in_epoch, batches)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_fit_ready(self, fit: RunningFit) -> None:
+        """Begins to watch the ``fit``."""
+        self._fit, self._callbacks = fit, _named(fit.callbacks)
+
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
         if self._fit is None or self._begin is not None:
             raise CheckpointError(
@@ -100,7 +117,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._run.listen()
         self._variables.check_holds(self._fit.changed_variables())
-        self._run.note_data(self._fit.data)
+        self._run.note_data(self._fit.data())
         self._begin = _read_states(self._callbacks, self._variables)
         if self._stored is None:
             return
@@ -110,19 +127,21 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 f"differently than without the restart: {', '.join(missing)}"
             )
         if not self._run.step_in_epoch:  # What the next hooks do is new.
-            self._undo_hooks()
+            self._undo_hooks(self._stored, self._begin)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Restores the logs of a resumed epoch, after all other ``on_epoch_begin``."""
-        if self._stored is not None:
-            metrics = self._metrics()
-            arrays = {n: a for n, a in self._stored.of_fit.items() if n.startswith(_METRICS)}
-            state.check_fits(metrics, arrays, "a checkpoint within an epoch")
-            state.write_state(metrics, arrays, self._exchange)
-            self._fit.sums.update(self._stored.run["fit"]["sums"])
-            self._undo_hooks()
+        stored, fit, begin = self._stored, self._fit, self._begin
+        if stored is None or fit is None or begin is None:
+            return
+        arrays = {n: a for n, a in stored.of_fit.items() if n.startswith(_METRICS)}
+        metrics = _metrics_of(fit)
+        state.check_fits(metrics, arrays, "a checkpoint within an epoch")
+        state.write_state(metrics, arrays, self._exchange)
+        fit.restore_sums(stored.run["fit"]["sums"])
+        self._undo_hooks(stored, begin)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Counts steps, and saves when it is time."""
         steps, every = batch + 1 - self._run.step_in_epoch, self.every_batches
         self._run.after_step(steps)
@@ -132,7 +151,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if is_due and not self.is_stopping():
             self._run.save()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Counts the epoch, and saves when it is time, or the last one of the run."""
         self._run.end_epoch()
         if self.every_batches is None or self.is_stopping():
@@ -140,56 +159,61 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_fit_exit(self) -> None:
         """Restores the handler of the stop signal, also after an error."""
-        self._run.signal.stop_listening()
+        self._run.stop_listening()
 
     def is_stopping(self) -> bool:
         """Returns whether a callback of any worker ends the ``fit``, if one runs."""
         stops = self._fit is not None and bool(self.model.stop_training)
         return bool(self._exchange("whether fit stops", [int(stops)]).any())
 
-    def _metrics(self) -> dict[str, Any]:
-        return state.by_name({_METRICS: self._fit.metric_variables()})
-
-    def _undo_hooks(self) -> None:
-        self._variables.write(self._restored, self._stored.path)
-        _write_states(self._callbacks, *self._begin)
-        _write_states(self._callbacks, self._stored.run["fit"]["callbacks"], self._stored.of_fit)
+    def _undo_hooks(self, stored: Stored, begin: tuple[_States, Arrays]) -> None:
+        """Puts back what hooks have changed since this ``fit`` began, then what was stored."""
+        self._variables.write(self._restored, stored.path)
+        _write_states(self._callbacks, *begin)
+        _write_states(self._callbacks, stored.run["fit"]["callbacks"], stored.of_fit)
         self._stored = None
 
 
-def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
+def _metrics_of(fit: RunningFit) -> dict[str, tf.Variable]:
+    """Returns the variables of the metrics in the logs, by name."""
+    return state.by_name({_METRICS: fit.metric_variables()})
+
+
+def _named(callbacks: Iterable[KerasCallback]) -> dict[str, KerasCallback]:
     """Names callbacks by class, monitored metric and order; callbacks of ``fit`` are left out."""
-    by_name: dict[str, Any] = {}
+    by_name: dict[str, KerasCallback] = {}
+    counts: dict[str, int] = collections.Counter()
     for callback in callbacks:
         if not isinstance(callback, (CheckpointCallback, keras.callbacks.ProgbarLogger)):
             name = f"{type(callback).__name__} {getattr(callback, 'monitor', '')}".strip()
-            number = sum(key.rpartition(" #")[0] == name for key in by_name)
-            by_name[f"{name} #{number}"] = callback
+            by_name[f"{name} #{counts[name]}"] = callback
+            counts[name] += 1
     return by_name
 
 
 def _read_states(
-    callbacks: Mapping[str, Any], variables: RunVariables, begin: _States | None = None
-) -> tuple[_States, dict[str, np.ndarray[Any, Any]]]:
+    callbacks: Mapping[str, KerasCallback], variables: RunVariables, begin: _States | None = None
+) -> tuple[_States, _NewArrays]:
     """Returns the state of each callback and its arrays by name.
 
     That is what ``state()`` returns, or all attributes that differ from those at the ``begin`` of
     training: the others are settings, which a resumed run may change. Without ``begin`` it is all
     attributes, with a tuple of a text for those that are not plain.
     """
-    saved = {id(variable) for variable in variables.all().values()}
+    saved = set(map(id, variables.all().values()))
     states: _States = {}
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: _NewArrays = {}
     unsaved: list[str] = []
     for key, callback in callbacks.items():
         states[key] = {}
         values = _attributes(callback, saved)
-        if all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state")):
+        if _has_method(callback, "state") and _has_method(callback, "set_state"):
             values = {} if begin is None else {_METHOD: callback.state()}
         for name, value in values.items():
-            own: dict[str, np.ndarray[Any, Any]] = {}
+            of_value: _NewArrays = {}
+            error: Exception | None = None
             try:
-                packed, error = _pack(value, own), None
+                packed = _pack(value, of_value)
             except (TypeError, RecursionError) as reason:
                 packed, error = (repr(value),), reason
             # The text of other objects need not tell that they have changed.
@@ -198,7 +222,7 @@ def _read_states(
                 continue
             if begin is None or error is None:
                 states[key][name] = packed
-                arrays |= own
+                arrays |= of_value
             elif name == _METHOD or not is_part_of_keras(type(callback)):
                 unsaved.append(f"{type(callback).__name__}.{name} ({error})")
     if unsaved:
@@ -215,21 +239,30 @@ def _read_states(
     return states, arrays
 
 
-def _attributes(callback: Any, saved: Collection[int]) -> dict[str, Any]:
+def _has_method(callback: KerasCallback, name: str) -> bool:
+    return callable(getattr(type(callback), name, None))
+
+
+def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, Any]:
     """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
     others = {"params", "model", "_params", "_model"}
-    # Keras changes its sign together with a function, and would change it once more.
-    others |= {"min_delta"} if hasattr(callback, "monitor_op") else set()
-
-    def is_state(value: Any) -> bool:
+    if hasattr(callback, "monitor_op"):
+        # Keras changes its sign together with a function, and would change it once more.
+        others.add("min_delta")
+    attributes = {}
+    for name, value in vars(callback).items():
+        if name in others:
+            continue
         if hasattr(value, "variables"):
-            return any(id(tf_variable(variable)) not in saved for variable in value.variables)
-        return not callable(value)
+            is_state = any(id(tf_variable(variable)) not in saved for variable in value.variables)
+        else:
+            is_state = not callable(value)
+        if is_state:
+            attributes[name] = value
+    return attributes
 
-    return {n: v for n, v in vars(callback).items() if n not in others and is_state(v)}
 
-
-def _write_states(callbacks: Mapping[str, Any], states: _States, arrays: Arrays) -> None:
+def _write_states(callbacks: Mapping[str, KerasCallback], states: _States, arrays: Arrays) -> None:
     for key in states.keys() & callbacks.keys():
         for name, packed in states[key].items():
             if name == _METHOD:
@@ -238,15 +271,19 @@ def _write_states(callbacks: Mapping[str, Any], states: _States, arrays: Arrays)
                 setattr(callbacks[key], name, _unpack(packed, arrays))
 
 
-def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+def _pack(value: Any, arrays: _NewArrays) -> Any:
     """Returns a plain value in JSON types; its arrays go to ``arrays``. Else it is a TypeError."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind in (list, tuple, dict):
-        items = [_pack(item, arrays) for item in (value.items() if kind is dict else value)]
-        return items if kind is list else {kind.__name__: items}
-    dtype = value.dtype if kind is np.ndarray or isinstance(value, np.generic) else np.dtype(object)
+    if kind is dict:
+        return {"dict": [_pack(item, arrays) for item in value.items()]}
+    if kind in (list, tuple):
+        items = [_pack(item, arrays) for item in value]
+        return items if kind is list else {"tuple": items}
+    dtype = np.dtype(object)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        dtype = value.dtype
     if dtype.kind not in "biufcSUMm" and dtype.isbuiltin != 2:  # 2: bfloat16 and similar types.
         raise TypeError(kind.__name__)
     content = np.array(value)

@@ -14,14 +14,15 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-Arrays = Mapping[str, np.ndarray[Any, Any]]
+Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+Content: TypeAlias = tuple[Mapping[str, Any], Arrays]  # The description of a run, its arrays.
 _FORMAT = 6
 
 
@@ -36,7 +37,11 @@ class Stored(NamedTuple):
 
 def steps_in(directory: Path) -> dict[int, Path]:
     """Returns the checkpoints by their steps, in order."""
-    paths = {int(p.stem[5:]): p for p in directory.glob("step-*.npz") if p.stem[5:].isdecimal()}
+    paths: dict[int, Path] = {}
+    for path in directory.glob("step-*.npz"):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal():
+            paths[int(number)] = path
     return dict(sorted(paths.items()))
 
 
@@ -44,10 +49,10 @@ def read(path: Path) -> Stored:
     """Reads a checkpoint whole; of a damaged one a changed byte may raise almost any error."""
     with zipfile.ZipFile(path) as archive:
         # An entry is read to its end, where zipfile compares its checksum.
-        arrays = {
-            name.removesuffix(".npy"): np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
-            for name in archive.namelist()
-        }
+        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        for name in archive.namelist():
+            content = io.BytesIO(archive.read(name))
+            arrays[name.removesuffix(".npy")] = np.load(content, allow_pickle=False)
     run = json.loads(arrays.pop("run").tobytes())
     if (run["format"], run["arrays"]) != (_FORMAT, len(arrays)):
         raise ValueError(
@@ -63,7 +68,8 @@ def newest(directory: Path, exchange: WorkerExchange) -> Stored | None:
 
     All workers must call it, and see the same one.
     """
-    stored, damaged = None, []
+    stored: Stored | None = None
+    damaged: list[Path] = []
     for path in reversed(steps_in(directory).values()):
         try:
             stored = read(path)
@@ -89,13 +95,14 @@ def newest(directory: Path, exchange: WorkerExchange) -> Stored | None:
             f"{[path.name for path in damaged]}",
             "To start over, give another directory.",
         )
-    for path in damaged if exchange.is_chief else ():  # Else they would count as later.
-        path.rename(path.with_name(f"damaged-{path.name}"))
+    if exchange.is_chief:
+        for path in damaged:  # They would count as later.
+            path.rename(path.with_name(f"damaged-{path.name}"))
     return stored
 
 
 def save(
-    directory: Path, exchange: WorkerExchange, step: int, keep: int, content: Any = None
+    directory: Path, exchange: WorkerExchange, step: int, keep: int, content: Content | None = None
 ) -> Path:
     """Has the chief write a checkpoint to last, and delete all but the newest ``keep``.
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("tfmultigpu")
 _FIRST = "first_batch"
 
 
-class Checkpoints(Position):
+class Checkpoints:
     """Saves a training run, and resumes it after a crash, a preemption or on other devices.
 
     A resumed run ends with the weights of an uninterrupted one: bit-equal on the same number of
@@ -36,8 +36,6 @@ class Checkpoints(Position):
         directory: The directory of the checkpoints.
         data: The data for the loop; a pass begins at the run's position. None if none was given.
         keep: The number of checkpoints to keep.
-        epoch: Epochs so far.
-        step_in_epoch: Steps of the current epoch so far.
 
     Example:
         >>> import tempfile, keras, numpy as np, tfmultigpu as tmg
@@ -92,17 +90,27 @@ class Checkpoints(Position):
         self._variables = RunVariables(model, optimizer, train_step, extra)
         self._exchange = self._variables.exchange
         self._vote = StopVote(self._exchange)
-        self.signal = StopSignal(signal.SIGTERM)
-        super().__init__()
+        self._signal = StopSignal(signal.SIGTERM)
+        self._position = Position()
         self.data: PositionedDataset | None = None
         if data is not None:
-            self.data = position_data(data, self._exchange.strategy, self)
+            self.data = position_data(data, self._exchange.strategy, self._position)
         self._steps = self._variables.count_updates()
         self._updates: int | None = self._steps  # None once steps are counted.
         # What is known of the data, and what a checkpoint says of it until it was compared.
         self._known: dict[str, Any] = {}
         self._expected: dict[str, Any] = {}
         self._callback = CheckpointCallback(self, self._variables)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far."""
+        return self._position.epoch
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Steps of the current epoch so far."""
+        return self._position.step_in_epoch
 
     @property
     def step(self) -> int:
@@ -147,7 +155,7 @@ class Checkpoints(Position):
         self._variables.restore(stored, self.data)
         self._callback.load(stored)
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
-        self.epoch, self.step_in_epoch = stored.run["epoch"], stored.run["step_in_epoch"]
+        self._position.move_to(stored.run["epoch"], stored.run["step_in_epoch"])
         self._known, self._expected = stored.run["data"], dict(stored.run["data"])
         if self.data is not None:
             self.data.pass_over(self.epoch, compare=not self.step_in_epoch)
@@ -167,7 +175,7 @@ class Checkpoints(Position):
                 yield self.epoch
                 self.end_epoch()
         finally:
-            self.signal.stop_listening()
+            self.stop_listening()
 
     def after_step(self, steps: int = 1) -> None:
         """Counts steps; saves and exits if SIGTERM came.
@@ -182,10 +190,10 @@ class Checkpoints(Position):
         """
         steps = check_count("steps", steps, 0)
         self._steps, self._updates = self._steps + steps, None
-        self.step_in_epoch += steps
+        self._position.count(steps)
         if self.data is not None:
             # An iterator of the epoch before would make a resumed run begin with other batches.
-            self._check_counted(self.data.is_begun)
+            self._check_counted(self._position.is_begun)
             if self.step_in_epoch == steps or _FIRST in self._expected:  # The first of an epoch.
                 self.note_data({_FIRST: self.data.first_hash()})
         self._stop_if_asked(steps)
@@ -193,10 +201,9 @@ class Checkpoints(Position):
     def end_epoch(self) -> None:
         """Ends an epoch; ``epochs`` and ``fit`` call it."""
         if self.data is not None:
-            self._check_counted(self.step_in_epoch > 0 and self.data.is_begun)
+            self._check_counted(self.step_in_epoch > 0 and self._position.is_begun)
             self.note_data({_FIRST: self.data.first_hash()})  # Of a pass without more steps.
-            self.data.is_begun = False
-        self.epoch, self.step_in_epoch = self.epoch + 1, 0
+        self._position.end_epoch()
         self._stop_if_asked(0, now=True)
 
     def callback(self, every_steps: int | None = None) -> CheckpointCallback:
@@ -209,7 +216,7 @@ class Checkpoints(Position):
         """
         if every_steps is not None:
             every_steps = check_count("every_steps", every_steps)
-        self._callback.every_batches = every_steps
+        self._callback.save_every(every_steps)
         return self._callback
 
     def listen(self) -> None:
@@ -217,7 +224,7 @@ class Checkpoints(Position):
         save(self.directory, self._exchange, self.step, self.keep)
         if self.data is not None and _FIRST in self._expected and not self.step_in_epoch:
             self.note_data({_FIRST: self.data.hash_of_last_epoch()})
-        if not self.signal.listen():
+        if not self._signal.listen():
             name = threading.current_thread().name
             warnings.warn(
                 "SIGTERM will not be heard, as Python handles signals in the main thread alone: a "
@@ -226,6 +233,10 @@ class Checkpoints(Position):
                 "checkpoints.callback(every_steps=100), or checkpoints.save() in a loop.",
                 stacklevel=2,
             )
+
+    def stop_listening(self) -> None:
+        """Restores the handler of SIGTERM, and passes on a signal that nobody has obeyed."""
+        self._signal.stop_listening()
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
@@ -239,11 +250,14 @@ class Checkpoints(Position):
 
     def note_data(self, description: Mapping[str, Any]) -> None:
         """Notes what is known of the data, and compares it once with the hash in the checkpoint."""
-        pairs = {
-            n: (v, self._expected.pop(n)) for n, v in description.items() if n in self._expected
-        }
-        told = [f"{n}={a!r}, in the checkpoint {b!r}" for n, (a, b) in pairs.items() if a != b]
-        if pairs and self._exchange("the data of a checkpoint", [len(told)]).any():
+        compared = description.keys() & self._expected.keys()
+        told = []
+        for name, value in description.items():
+            if name in compared:
+                expected = self._expected.pop(name)
+                if value != expected:
+                    told.append(f"{name}={value!r}, in the checkpoint {expected!r}")
+        if compared and self._exchange("the data of a checkpoint", [len(told)]).any():
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
                 "examples twice and skip others.",
@@ -253,13 +267,16 @@ class Checkpoints(Position):
                 "needs a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
                 "seed=epoch).batch(size).",
             )
-        self._known |= {n: value for n, value in description.items() if value is not None}
+        for name, value in description.items():
+            if value is not None:
+                self._known[name] = value
 
     def _stop_if_asked(self, steps: int, now: bool = False) -> None:
-        is_asked = self._vote(self.signal.received, steps, now)
+        is_asked = self._vote(self._signal.received, steps, now)
         # If a callback stops fit, its epoch ends before it is saved.
         if is_asked and not (self.step_in_epoch and self._callback.is_stopping()):
             path = self.save()
-            code, self.signal.received = 128 + signal.SIGTERM, False  # As a shell reports it.
+            self._signal.obey()
+            code = 128 + signal.SIGTERM  # As a shell reports it.
             _log.warning("Asked to stop: saved step %d to %s, exit %d", self.step, path, code)
             raise SystemExit(code)

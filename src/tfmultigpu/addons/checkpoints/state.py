@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -24,6 +24,7 @@ from tfmultigpu.addons.checkpoints.tables import (
     read_tables,
     write_tables,
 )
+from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import COUNTER, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
@@ -33,8 +34,9 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, ShardUpdate
+from tfmultigpu.types import KerasMetric, KerasModel, KerasOptimizer, KerasVariable, ShardUpdate
 
+Variables: TypeAlias = dict[str, Any]  # Variables of TensorFlow, by group, number and path.
 _SEEDS = "seeds"
 
 
@@ -42,7 +44,11 @@ class RunVariables:
     """The variables of models, optimizers, seeds and extra objects; all workers call alike."""
 
     def __init__(
-        self, model: KerasModel, optimizer: KerasOptimizer, train_step: Any, extra: Any
+        self,
+        model: KerasModel,
+        optimizer: KerasOptimizer,
+        train_step: TrainStep | ChainedStep | None,
+        extra: Mapping[str, Any] | None,
     ) -> None:
         """Checks the arguments of ``Checkpoints``."""
         parts = [(model, optimizer)]
@@ -57,10 +63,12 @@ class RunVariables:
             parts = [(step.model, step.optimizer) for step in train_step.train_steps]
             model, optimizer = parts[0]
         strategy = strategy_of(model)
-        check_kinds(model, strategy, *(() if optimizer is None else (optimizer,)))
+        check_kinds(model, strategy, *([] if optimizer is None else [optimizer]))
         self._optimizer, self._step = optimizer, train_step
         # Each trained model with its optimizer, by the begin of the names of variables.
-        self._parts = {f"{i}/" if i else "": part for i, part in enumerate(parts)}
+        self._parts = {"": parts[0]}
+        for number, part in enumerate(parts[1:], 1):
+            self._parts[f"{number}/"] = part
         self._extra = dict(extra or {})
         self.exchange = WorkerExchange(strategy)
         self._checked: list[OtherState] = []  # State other than variables that is held.
@@ -70,33 +78,39 @@ class RunVariables:
         """Returns the steps that the optimizer of the first model has counted."""
         return 0 if self._optimizer is None else int(self._optimizer.iterations.numpy())
 
-    def all(self) -> dict[str, Any]:
+    def all(self) -> Variables:
         """Returns all variables of TensorFlow that exist, by group, number in it, and path."""
-        groups: dict[str, Iterable[Any]] = {**_extra_variables(self._extra)}
+        groups: dict[str, Iterable[KerasVariable]] = {**_extra_variables(self._extra)}
         if self._step is not None:
-            groups["step/metrics"] = [v for m in self._step.metrics for v in m.variables]
+            groups["step/metrics"] = _variables_of(self._step.metrics)
         for prefix, (model, optimizer) in self._parts.items():
             groups[f"{prefix}model"] = model.variables
             groups[f"{prefix}attributes"] = _untracked_variables(model)
             # Of the model and its layers; ``model.metrics`` has those of compile too.
             metrics = keras.layers.Layer.metrics.fget(model)
-            groups[f"{prefix}metrics"] = [v for metric in metrics for v in metric.variables]
+            groups[f"{prefix}metrics"] = _variables_of(metrics)
             if optimizer is not None:
                 groups[f"{prefix}optimizer"] = optimizer.variables
                 scale = kept_loss_scales.get(optimizer)
                 groups[f"{prefix}loss_scale"] = () if scale is None else scale.variables
+        variables = by_name(groups)
         seeds = _compat.global_seeds()
-        return by_name(groups) | ({} if seeds is None else {_SEEDS: seeds.state.value})
+        if seeds is not None:
+            variables[_SEEDS] = seeds.state.value
+        return variables
 
-    def read(self, data: Any) -> Arrays:
+    def read(self, data: ShardedDataset | None) -> Arrays:
         """Returns the arrays of all variables by name; checks that they are all, and alike."""
         self._build(data)
-        self.check_holds(() if self._step is None else self._step.changed_variables())
-        self.check_holds_states(() if self._step is None else self._step.other_states())
-        alike: list[Any] = []
+        if self._step is not None:
+            self.check_holds(self._step.changed_variables())
+            self.check_holds_states(self._step.other_states())
+        alike: list[KerasVariable] = []
         for model, optimizer in self._parts.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
-            alike += [*model.trainable_variables, *(optimizer.variables if optimizer else ())]
+            alike += model.trainable_variables
+            if optimizer is not None:
+                alike += optimizer.variables
         variables = read_state(self.all(), self.exchange, {id(tf_variable(v)) for v in alike})
         return {**variables, **read_tables(self._tables(), self.exchange)}
 
@@ -105,10 +119,11 @@ class RunVariables:
         write_state(self.all(), arrays, self.exchange)
         write_tables(self._tables(), arrays, where)
 
-    def restore(self, stored: Stored, data: Any) -> None:
+    def restore(self, stored: Stored, data: ShardedDataset | None) -> None:
         """Restores a checkpoint; what is not built yet is built as a step would."""
         strategy, arrays = self.exchange.strategy, stored.arrays
-        self._build(data, True if stored.run["owned"] and is_mirrored(strategy) else "auto")
+        is_owned = stored.run["owned"] and is_mirrored(strategy)
+        self._build(data, is_owned or "auto")
         for prefix, (_, optimizer) in self._parts.items():
             if any(name.startswith(f"{prefix}loss_scale/") for name in arrays):
                 make_loss_scale("dynamic", optimizer, strategy)
@@ -122,11 +137,14 @@ class RunVariables:
     @property
     def is_owned(self) -> bool:
         """True if the variables of the first optimizer have owners, also in a resumed run."""
-        update = None if self._optimizer is None else update_of(self._optimizer)
+        if self._optimizer is None:
+            return False
+        update = update_of(self._optimizer)
         return update is not None and update.owned
 
-    def _build(self, data: Any, shard_update: ShardUpdate = "auto") -> None:
-        strategy, spec = self.exchange.strategy, None if data is None else data.cut.element_spec
+    def _build(self, data: ShardedDataset | None, shard_update: ShardUpdate = "auto") -> None:
+        strategy = self.exchange.strategy
+        spec = None if data is None else data.cut.element_spec
         for model, optimizer in self._parts.values():
             prepare_model(model, strategy, spec)
             if self._step is None and optimizer is not None and not optimizer.built:
@@ -164,9 +182,9 @@ class RunVariables:
         check_holds_states(new, self._tables(), handles)
         self._checked += new
 
-    def check_holds(self, changed: Iterable[Any]) -> None:
+    def check_holds(self, changed: Iterable[KerasVariable]) -> None:
         """Checks that all variables that a training changes are among those saved."""
-        saved = {id(variable) for variable in self.all().values()}
+        saved = set(map(id, self.all().values()))
         if names := sorted(_path(v) for v in changed if id(tf_variable(v)) not in saved):
             raise CheckpointError(
                 "The training changes variables that the checkpoint would not hold.",
@@ -182,34 +200,51 @@ def _path(variable: KerasVariable) -> str:
     return str(variable.name if isinstance(variable, tf.Variable) else variable.path)
 
 
-def by_name(groups: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+def by_name(groups: Mapping[str, Iterable[KerasVariable]]) -> Variables:
     """Returns the variables of groups by number and path, without what Keras counts per process."""
-    return {
-        f"{group}/{i:04d}/{COUNTER.sub('', _path(variable))}": tf_variable(variable)
-        for group, variables in groups.items()
-        for i, variable in enumerate(variables)
-    }
+    named: Variables = {}
+    for group, variables in groups.items():
+        for number, variable in enumerate(variables):
+            path = COUNTER.sub("", _path(variable))
+            named[f"{group}/{number:04d}/{path}"] = tf_variable(variable)
+    return named
 
 
-def _untracked_variables(model: KerasModel) -> list[Any]:
+def _variables_of(owners: Iterable[KerasMetric]) -> list[KerasVariable]:
+    variables: list[KerasVariable] = []
+    for owner in owners:
+        variables += owner.variables
+    return variables
+
+
+def _untracked_variables(model: KerasModel) -> list[tf.Variable]:
     """Returns variables in attributes of layers, and in what ``_leaves`` looks into there."""
-    leaves = [leaf for layer in all_layers(model) for leaf in _leaves(vars(layer))]
-    tracked = {id(tf_variable(variable)) for variable in model.variables}
-    return list({id(v): v for v in leaves if _is_number(v) and id(v) not in tracked}.values())
+    known = {id(tf_variable(variable)) for variable in model.variables}
+    untracked = []
+    for layer in all_layers(model):
+        for leaf in _leaves(vars(layer)):
+            if _is_number(leaf) and id(leaf) not in known:
+                known.add(id(leaf))
+                untracked.append(leaf)
+    return untracked
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: object) -> list[Any]:
     """Returns the items of lists and dicts, whose keys cannot be sorted, and states of modules."""
     if isinstance(value, tf.random.Generator):
         return [value.state]
     if isinstance(value, tf.Module):
         return list(value.variables)
     items = list(value.values()) if isinstance(value, Mapping) else value
-    nested = isinstance(items, (list, tuple))
-    return [leaf for item in items for leaf in _leaves(item)] if nested else [items]
+    if not isinstance(items, (list, tuple)):
+        return [items]
+    leaves = []
+    for item in items:
+        leaves += _leaves(item)
+    return leaves
 
 
-def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[KerasVariable]]:
     """Returns the variables of objects, such as metrics, or of lists of variables."""
     groups = {}
     for name, owner in owners.items():
@@ -224,40 +259,53 @@ def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[Any]]:
     return groups
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     others = (tf.string, tf.resource, tf.variant)
     return isinstance(value, tf.Variable) and value.dtype not in others
 
 
 def read_state(
-    variables: Mapping[str, Any], exchange: WorkerExchange, alike: Collection[int] = ()
+    variables: Variables, exchange: WorkerExchange, alike: Collection[int] = ()
 ) -> Arrays:
     """Returns the arrays of variables by name; all workers must call it.
 
     The first axis counts replicas if their copies differ or may differ, and of size 1 if not.
     Variables whose ``id`` is in ``alike`` are not compared.
     """
-    local = exchange.strategy.experimental_local_results
-    copies_of: dict[str, list[Any]] = {}
-    digests = []
+    strategy = exchange.strategy
+    copies_of: dict[str, list[np.ndarray[Any, Any]]] = {}
+    digests: list[int] = []  # -1 if copies differ here.
     for name, variable in variables.items():
-        is_compared = exchange.strategy.num_replicas_in_sync > 1 and id(variable) not in alike
-        parts = local(variable) if is_compared else [variable]
-        copies = [np.asarray(part.numpy())[None] for part in parts]
-        kinds = {digest_of(copy.tobytes()) for copy in copies} if is_compared else {0}
-        on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-        differs = is_compared and (on_read or len(kinds) > 1)
-        copies_of[name] = copies if differs else copies[:1]
-        digests.append(-1 if differs else kinds.pop())
+        if strategy.num_replicas_in_sync == 1 or id(variable) in alike:
+            copies_of[name] = [_array_of(variable)]
+            digests.append(0)
+            continue
+        copies = list(map(_array_of, strategy.experimental_local_results(variable)))
+        kinds = {digest_of(copy.tobytes()) for copy in copies}
+        if len(kinds) > 1 or variable.synchronization == tf.VariableSynchronization.ON_READ:
+            copies_of[name] = copies
+            digests.append(-1)
+        else:
+            copies_of[name] = copies[:1]
+            digests.append(kinds.pop())
+
     by_worker = exchange("the state to save", digests)
     differing = (by_worker < 0).any(0) | (by_worker != by_worker[0]).any(0)
-    return {
-        name: exchange.rows(itertools.cycle(copies).__next__) if differs else copies[0]
-        for (name, copies), differs in zip(copies_of.items(), differing, strict=True)
-    }
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for (name, copies), differs in zip(copies_of.items(), differing, strict=True):
+        arrays[name] = copies[0]
+        if differs:
+            arrays[name] = exchange.rows(itertools.cycle(copies).__next__)
+    return arrays
 
 
-def write_state(variables: Mapping[str, Any], arrays: Arrays, exchange: WorkerExchange) -> None:
+def _array_of(variable: tf.Variable) -> np.ndarray[Any, Any]:
+    """Returns the value of a variable with an axis for replicas."""
+    value: np.ndarray[Any, Any] = np.asarray(variable.numpy())[None]
+    return value
+
+
+def write_state(variables: Variables, arrays: Arrays, exchange: WorkerExchange) -> None:
     """Assigns arrays to their variables; those without one keep their values."""
     for name in variables.keys() & arrays.keys():
         local = exchange.strategy.experimental_local_results(variables[name])
@@ -266,7 +314,9 @@ def write_state(variables: Mapping[str, Any], arrays: Arrays, exchange: WorkerEx
             copy.assign(tf.constant(value))
 
 
-def _for_replicas(variable: KerasVariable, copies: Any, replicas: int) -> Any:
+def _for_replicas(
+    variable: tf.Variable, copies: np.ndarray[Any, Any], replicas: int
+) -> Sequence[np.ndarray[Any, Any]] | np.ndarray[Any, Any]:
     """Returns values of the replicas; for another number of them, of the same sum or mean."""
     copies = copies.view(variable.dtype.as_numpy_dtype)
     if len(copies) == replicas:
@@ -281,12 +331,14 @@ def _for_replicas(variable: KerasVariable, copies: Any, replicas: int) -> Any:
     return [copies[0]] * replicas
 
 
-def check_fits(variables: Mapping[str, Any], arrays: Arrays, where: Any) -> None:
+def check_fits(variables: Variables, arrays: Arrays, where: object) -> None:
     """Checks that arrays, stored ``where``, belong to variables: names, shapes and dtypes."""
     stored = {n: f"{array.dtype} of shape {array.shape[1:]}" for n, array in arrays.items()}
-    # NumPy files know bfloat16 and similar types as bytes alone.
-    dtypes = {n: np.dtype(np.dtype(v.dtype.as_numpy_dtype).str) for n, v in variables.items()}
-    here = {n: f"{dtypes[n]} of shape {tuple(v.shape)}" for n, v in variables.items()}
+    here = {}
+    for name, variable in variables.items():
+        # NumPy files know bfloat16 and similar types as bytes alone.
+        dtype = np.dtype(np.dtype(variable.dtype.as_numpy_dtype).str)
+        here[name] = f"{dtype} of shape {tuple(variable.shape)}"
     # Keras makes its seeds when it first draws: either run may have drawn before.
     names = sorted({*stored, *here} - {_SEEDS})
     differing = [name for name in names if stored.get(name) != here.get(name)]

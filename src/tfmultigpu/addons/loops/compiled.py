@@ -15,9 +15,11 @@ from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.build_model import call_on_shapes
+from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features.remat import calling_once
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import BatchSpec, KerasModel, KerasVariable
+from tfmultigpu.types import BatchSpec, KerasMetric, KerasModel, KerasVariable, Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +32,24 @@ class EpochMetrics:
         steps: Steps by their names in a chain; of ``inside`` only what they update counts.
     """
 
-    inside: Sequence[Any]
-    container: Any = None
-    steps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inside: Sequence[KerasMetric]
+    container: KerasMetric = None
+    steps: Mapping[str, TrainStep | EvalStep] = dataclasses.field(default_factory=dict)
 
     def variables(self) -> list[KerasVariable]:
         """Returns the variables of all metrics."""
-        return [variable for owner in self._owners for variable in owner.variables]
+        variables: list[KerasVariable] = []
+        for owner in self._owners:
+            variables += owner.variables
+        return variables
 
     @property
-    def _owners(self) -> list[Any]:
-        owners = [*([] if self.container is None else [self.container]), *self.inside]
-        owners += [metric for step in self.steps.values() for metric in step.metrics]
+    def _owners(self) -> list[KerasMetric]:
+        owners = [*self.inside]
+        if self.container is not None:
+            owners.insert(0, self.container)
+        for step in self.steps.values():
+            owners += step.metrics
         return list({id(owner): owner for owner in owners}.values())  # Two steps may share one.
 
     def reset(self) -> None:
@@ -51,9 +59,12 @@ class EpochMetrics:
 
     def results(self) -> dict[str, Any]:
         """Returns the result of each metric by its name; traces tell which a step updates."""
-        named = {} if self.steps else {metric.name: metric for metric in self.inside}
+        named: dict[str, KerasMetric] = {}
+        if not self.steps:
+            named = {metric.name: metric for metric in self.inside}
         for step_name, step in self.steps.items():
-            for metric in (*step.metrics, *(m for m in self.inside if _is_updated(m, step))):
+            updated = [metric for metric in self.inside if _is_updated(metric, step)]
+            for metric in (*step.metrics, *updated):
                 # In a chain behind the name of the step, as its losses.
                 name = f"{step_name}_{metric.name}" if step_name else metric.name
                 if named.setdefault(name, metric) is not metric:
@@ -62,7 +73,9 @@ class EpochMetrics:
                         f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
                     )
         own = {name: metric.result() for name, metric in named.items()}
-        compiled = {} if self.container is None else self._results()
+        if self.container is None:
+            return own
+        compiled = self._results()
         return {**compiled, **own, **compiled}  # In Keras' order.
 
     @functools.cached_property
@@ -76,13 +89,15 @@ class EpochMetrics:
         return concrete
 
 
-def _is_updated(metric: Any, step: Any) -> bool:
+def _is_updated(metric: KerasMetric, step: TrainStep | EvalStep) -> bool:
+    """Returns whether a step updates a metric, of a model or of a layer in it."""
     if step.trace.layout is None and metric in metrics_inside(step.model):  # Of a resumed run.
         return any(np.any(variable.numpy()) for variable in metric.variables)
-    return any(state is variable for state in step.trace.state for variable in metric.variables)
+    updated = set(map(id, step.trace.state))
+    return not updated.isdisjoint(map(id, metric.variables))
 
 
-def metrics_inside(model: KerasModel) -> list[Any]:
+def metrics_inside(model: KerasModel) -> list[KerasMetric]:
     """Returns the metrics that are attributes of a model or of its layers, not compile's."""
     return list(keras.layers.Layer.metrics.fget(model))
 
@@ -98,7 +113,9 @@ def read_compiled(
     arguments = compile_arguments(model)
     x, y_true, _ = unpack_batch(batch_spec)
     y_pred = _outputs(model, x)
-    given = {name: _by_key(arguments.get(name), y_pred) for name in ("loss", "loss_weights")}
+    given: dict[str, Any] = {}
+    for name in ("loss", "loss_weights"):
+        given[name] = _by_key(arguments.get(name), y_pred)
     _check_reductions(given["loss"])
     container = None
     # Keras keeps the metrics of the previous compile if the last one had none.
@@ -148,7 +165,7 @@ def compile_arguments(model: KerasModel) -> Any:
     return arguments
 
 
-def _outputs(model: KerasModel, x: Any) -> Any:
+def _outputs(model: KerasModel, x: BatchSpec) -> Shard:
     """Returns the symbolic outputs of a model for inputs of these types."""
     try:
         return call_on_shapes(model, x, training=False)
@@ -158,15 +175,15 @@ def _outputs(model: KerasModel, x: Any) -> Any:
             return traced.get_concrete_function(x).structured_outputs
 
 
-def _by_key(values: Any, y_pred: Any) -> Any:
+def _by_key(values: Any, y_pred: Shard) -> Any:
     """Returns a list of values for a dict of outputs as a dict, with the keys in Keras' order."""
-    if isinstance(values, (list, tuple)) and isinstance(y_pred, Mapping):
-        keys = list(y_pred) if len(y_pred) == 1 else sorted(y_pred)
-        return dict(zip(keys, values, strict=True))
-    return values
+    if not isinstance(values, (list, tuple)) or not isinstance(y_pred, Mapping):
+        return values
+    keys = list(y_pred) if len(y_pred) == 1 else sorted(y_pred)
+    return dict(zip(keys, values, strict=True))
 
 
-def _by_output(lists: list[list[Any]], y_pred: Any, keys: list[str] | None) -> Any:
+def _by_output(lists: list[list[KerasMetric]], y_pred: Shard, keys: list[str] | None) -> Any:
     """Returns the metrics of each output in the form that a step takes."""
     if not any(lists):
         return ()

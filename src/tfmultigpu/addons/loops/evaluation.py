@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import checked_strategy
+from tfmultigpu.addons.loops.callback_lists import EvaluationCallbacks
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
+from tfmultigpu.addons.loops.hooks import Hooks
+from tfmultigpu.addons.loops.inputs import Reading, check_steps, feed_of, source_of
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
 from tfmultigpu.addons.loops.methods import (
@@ -27,18 +28,18 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import KerasModel, Model, Verbose, Verify
+from tfmultigpu.types import Data, KerasModel, Model, Verbose, Verify
 
 
 @in_one_thread
 def evaluate(
     model: Model,
-    data: Any = None,
-    y: Any = None,
+    data: Data = None,
+    y: Data = None,
     *,
-    x: Any = None,
+    x: Data = None,
     batch_size: int | None = None,
-    sample_weight: Any = None,
+    sample_weight: Data = None,
     steps: int | None = None,
     callbacks: Any = (),
     verbose: Verbose = "auto",
@@ -88,45 +89,56 @@ def evaluate(
     compile_arguments(model)
     refuse_own_methods(model, "evaluate")
     check_steps(steps)
-    data = labelled(data, x, y, sample_weight, "evaluate")
-    with feed_of(model, "evaluation", data, strategy, batch_size, steps) as feed:
-        loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
+    source = source_of("evaluate", data, x=x, y=y, sample_weight=sample_weight)
+    reading = Reading("evaluation", batch_size, steps)
+    with feed_of(model, strategy, source, reading) as feed:
+        hooks = Hooks(callbacks, model, strategy, verbose=verbose, steps=feed.steps)
+        loop = Program(model, strategy, verify=verify).evaluation_loop(hooks, feed)
         check_values_alike(strategy, model)
-        hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
-        hooks.serve(loop)
         with _keeping_metrics(model, strategy):
-            logs = _run(hooks, steps)
+            logs = _run(model, EvaluationCallbacks(hooks, loop), steps)
     # Keras knows the order of losses only where it has built them itself.
     return logs if return_dict else as_list(model, logs)
 
 
-def _run(hooks: Hooks, steps: int | None, **more: Any) -> dict[str, Any]:
-    loop, options = hooks.evaluation, {"steps": steps, "return_dict": True, **more}
-    with setting(hooks.model, **around(loop)):
-        return dict(run_keras(hooks.model, "evaluate", loop.feed, callbacks=hooks, **options))
+def _run(
+    model: KerasModel, callbacks: EvaluationCallbacks, steps: int | None, **more: Any
+) -> dict[str, Any]:
+    """Runs the loop of Keras that evaluates."""
+    loop = callbacks.evaluation
+    assert loop is not None
+    with setting(model, **around(loop)):
+        logs = run_keras(
+            model, "evaluate", loop.feed, callbacks=callbacks, steps=steps, return_dict=True, **more
+        )
+    return dict(logs)
 
 
 @contextmanager
 def _keeping_metrics(model: KerasModel, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps the metrics of a running ``fit``; in Keras an evaluation in between resets them."""
-    metrics = model.metrics if isinstance(vars(model).get("train_function"), Loop) else ()
-    variables = [variable.value for metric in metrics for variable in metric.variables]
-    parts = [p for v in variables for p in strategy.experimental_local_results(v)]
-    values = [part.read_value() for part in parts]
+    copies: list[tf.Variable] = []
+    if isinstance(vars(model).get("train_function"), Loop):
+        for metric in model.metrics:
+            for variable in metric.variables:
+                copies += strategy.experimental_local_results(variable.value)
+    values = [copy.read_value() for copy in copies]
     try:
         yield
     finally:
-        for part, value in zip(parts, values, strict=True):
-            part.assign(value)
+        for copy, value in zip(copies, values, strict=True):
+            copy.assign(value)
 
 
-def evaluation_methods(model: KerasModel, verify: Any, hooks: FitHooks) -> dict[str, Any]:
+def evaluation_methods(
+    model: KerasModel, verify: Verify, callbacks: EvaluationCallbacks
+) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
     Keras' own give other numbers on several replicas.
     """
 
-    def ours(name: str, function: Any) -> Any:
+    def ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(model: KerasModel, **arguments: Any) -> Any:
             refuse_own_methods(model, name, name)
             return function(model, **arguments)
@@ -137,7 +149,7 @@ def evaluation_methods(model: KerasModel, verify: Any, hooks: FitHooks) -> dict[
 
     def validates(*args: Any, **arguments: Any) -> Any:
         if isinstance(arguments.get("x"), Feed):
-            return _run(hooks, arguments["steps"], _use_cached_eval_dataset=True)
+            return _run(model, callbacks, arguments["steps"], _use_cached_eval_dataset=True)
         return evaluates(*args, **arguments)
 
     return {"evaluate": validates, "predict": ours("predict", predict)}

@@ -12,7 +12,9 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
+from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset
+from tfmultigpu.types import BatchSpec, Data, FitStart
 
 _DataAdapter: Any = _compat.data_adapter()
 
@@ -31,12 +33,13 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         source: The data of the user.
         batches: The data as shards for the replicas.
         iterator: The iterator that a step reads.
+        steps: Batches of an epoch; None until they are known.
         description: Values that identify the data in checkpoints.
     """
 
     def __init__(
         self,
-        source: Any,
+        source: Data,
         batches: ShardedDataset,
         per_pass: int | None,
         steps: int | None = None,
@@ -46,15 +49,17 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         position: Position | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
-        """Stores the data."""
+        # ``per_pass``: the batches of a pass, if known. ``repeats``: one iterator yields pass after
+        # pass. ``position``: where a pass begins, if it is for this object to move.
         self.source, self.batches = source, batches
-        self.iterator: Any = None
-        self._per_pass, self._asked = per_pass, steps
+        self.iterator: ShardIterator | None = None
+        self.description = dict(description or {})
+        self._per_pass, self._asked, self._repeats = per_pass, steps, repeats
         self._continues = continues and steps is not None
-        self._repeats = repeats
-        self._position, self.description = position, dict(description or {})
-        known = [most for most in (steps, None if self._continues else per_pass) if most]
-        self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
+        self._position = position
+        self.steps = steps or None
+        if per_pass and not self._continues:
+            self.steps = min(per_pass, steps or per_pass)
         self._left_in_pass: int | None = 0
         self._left_in_epoch: int | None = None
         self._done = 0
@@ -67,22 +72,24 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
     @property
     def num_batches(self) -> int:
         """The batches of a pass; ``sys.maxsize`` where Keras could miscount them."""
-        return self.steps if self.steps and not self._continues else sys.maxsize
+        if self._continues or not self.steps:
+            return sys.maxsize
+        return self.steps
 
     def get_tf_dataset(self) -> Feed:
         """Returns the dataset that Keras iterates: this object."""
         return self
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Feed:
         """Returns the iterator that Keras hands to a step: this object."""
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchSpec:
         """Returns the type specs of a batch, from which Keras would build the model."""
         return self.element_spec
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> BatchSpec:
         """The type specs of a batch."""
         return self.batches.cut.element_spec
 
@@ -97,7 +104,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         """Returns the feed, which keeps an iterator for the length of this block only."""
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Lets go of the iterator, and ends it where a traceback holds it as well."""
         iterator, self.iterator = self.iterator, None
         if iterator is not None and kind is not None:
@@ -122,8 +129,10 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
 
     def most(self, steps: int) -> int:
         """Returns the batches left in this epoch, up to ``steps``; 0 at its end."""
-        limits = [left for left in (self._left_in_pass, self._left_in_epoch) if left is not None]
-        return min([steps, *limits])
+        for left in (self._left_in_pass, self._left_in_epoch):
+            if left is not None:
+                steps = min(steps, left)
+        return steps
 
     def took(self, ran: int, asked: int) -> bool:
         """Counts the batches that ran of those asked for; returns whether the epoch continues."""
@@ -152,8 +161,8 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             if self.batches.reader is not None:
                 self.batches.reader.end_pass()
             self._iterate()
-            if self._position is not None:
-                self._position.step_in_epoch = 0
+            if self._position is not None:  # The next one begins with its first batch.
+                self._position.end_epoch()
         self._left_in_pass = self._per_pass
         self._is_new_pass = True
 
@@ -175,27 +184,46 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         """Counts batches of the first epoch that an earlier process has trained on."""
         self.took(step, step)
         if self._left_in_pass == 0 and isinstance(self.batches, PositionedDataset):
-            read_over(self.iterator.source, 1)  # It skips when read, and the step reads none.
+            self._read_over(1)  # It skips when read, and the step reads none.
 
-    def skip_validations(self, validation: Feed, frequency: Any, first: int, begin: int) -> None:
-        """Skips the validation after each of the epochs from ``first`` to ``begin``, if it was due.
+    def pass_over_validations(
+        self, validation: Feed, frequency: int | Collection[int], start: FitStart
+    ) -> None:
+        """Passes over the validations that were due in the epochs before the start.
 
         Datasets derived from one reshuffled dataset count their passes together, so skipped epochs
         must begin all of them in the original order.
         """
 
-        def skip(epoch: int) -> None:
-            every = isinstance(frequency, Collection)
-            is_due = epoch + 1 in frequency if every else not (epoch + 1) % int(frequency)
-            if is_due and not validation._repeats:
-                validation.on_epoch_end()
-                validation.begin_epoch()
-                if not begin_unread(validation.batches.batches):
-                    read_over(validation.iterator.source, validation.steps)
-                validation.on_epoch_end()
+        def pass_over(epoch: int) -> None:
+            if isinstance(frequency, Collection):
+                is_due = epoch + 1 in frequency
+            else:
+                is_due = (epoch + 1) % int(frequency) == 0
+            if is_due:
+                validation.pass_over()
 
         if isinstance(self.batches, PositionedDataset):
-            self.batches.passed_over = lambda epochs: skip(first + epochs)
+            self.batches.call_after_passing_over(
+                lambda epochs: pass_over(start.first_epoch + epochs)
+            )
         else:
-            for epoch in range(first, begin):
-                skip(epoch)
+            for epoch in range(start.first_epoch, start.epoch):
+                pass_over(epoch)
+
+    def pass_over(self) -> None:
+        """Begins and ends an epoch of which nothing is used, if the order of the next asks for it.
+
+        Passes that one iterator repeats are the same ones.
+        """
+        if self._repeats:
+            return
+        self.on_epoch_end()
+        self.begin_epoch()
+        if not begin_unread(self.batches.batches):
+            self._read_over(self.steps)
+        self.on_epoch_end()
+
+    def _read_over(self, batches: int | None) -> None:
+        assert self.iterator is not None
+        read_over(self.iterator.source, batches)

@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.addons.loops.array_batches import shard_arrays
 from tfmultigpu.addons.loops.cache import get_or_make
+from tfmultigpu.addons.loops.class_weights import weighting
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.array_batches import shard_arrays
 from tfmultigpu.data.batch_format import count_rows, digest
-from tfmultigpu.data.class_weights import weighting
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import KerasModel, Scalar
+from tfmultigpu.types import Data, FitStart, KerasModel
 
 _STEPS = {"training": "steps_per_epoch", "validation": "validation_steps"}
 
+_BEGIN = FitStart(seed=0, first_epoch=0, epoch=0)
 
-def check_steps(steps: Any, name: str = "steps") -> None:
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Data of a call.
+
+    Attributes:
+        data: As the user gave it.
+        is_arrays: Whether it is arrays, of which batches are made; else it yields them.
+    """
+
+    data: Data
+    is_arrays: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a loop reads its data; see ``fit`` for the arguments of the user.
+
+    Attributes:
+        purpose: ``"training"``, ``"validation"``, ``"evaluation"`` or ``"prediction"``; the model
+            keeps a pipeline of arrays for each.
+        batch_size: Rows of a global batch of arrays, or None.
+        steps: The batches of an epoch, or None.
+        shuffle: Whether to shuffle arrays. Their order follows from the seed of ``start`` and the
+            number of the pass.
+        class_weight: The weights of classes, or None.
+        shares: The shares of the replicas, or None.
+        start: Where a training begins.
+        resumes: Whether a callback saves and resumes it.
+    """
+
+    purpose: str
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: bool = False
+    class_weight: Mapping[int, float] | None = None
+    shares: Sequence[float] | None = None
+    start: FitStart = _BEGIN
+    resumes: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether an epoch of some steps continues the pass of the one before."""
+        return self.purpose == "training"
+
+
+def check_steps(steps: object, name: str = "steps") -> None:
     """Checks a number of batches, and that the caller is not inside a ``tf.function``."""
     if tf.inside_function():
         raise DataError(
@@ -40,8 +89,10 @@ def check_steps(steps: Any, name: str = "steps") -> None:
         check_count(name, steps, other="None")
 
 
-def labelled(data: Any, x: Any, y: Any, weight: Scalar, function: str) -> Any:
-    """Returns the data of a call with Keras' arguments ``x``, ``y`` and ``sample_weight``."""
+def source_of(
+    function: str, data: Data, *, x: Data = None, y: Data = None, sample_weight: Data = None
+) -> Source:
+    """Returns the data of a call of a function, with Keras' arguments ``x``, ``y`` and weights."""
     if (data is None) == (x is None):
         raise TypeError(
             "fit, evaluate and predict take one data argument. Received: "
@@ -55,23 +106,34 @@ def labelled(data: Any, x: Any, y: Any, weight: Scalar, function: str) -> Any:
             f"Write tmg.{function}(model, (x, y)); or, for several inputs, tmg.{function}(model, "
             "[first, second], y).",
         )
-    for name, beside in (("y", y), ("sample_weight", weight)):
+    source = Source(data, is_arrays(data))
+    for name, beside in (("y", y), ("sample_weight", sample_weight)):
         if beside is None:
             continue
+        data = source.data
         is_pair = isinstance(data, tuple) and len(data) == 2
-        if not is_arrays(data) or not (name == "y" or is_pair):
+        if not source.is_arrays or not (name == "y" or is_pair):
             raise DataError(
                 f"{name} works only for arrays (x, y).",
                 f"{name} with data of type {type(data).__name__}",
                 "Let the dataset yield (x, y) or (x, y, sample_weight).",
             )
-        data = (data, beside) if name == "y" else (*data, beside)
-    return data
+        pair = data if is_pair else (data,)
+        source = Source((*pair, beside), is_arrays(beside))
+    return source
 
 
-def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
+def validation_source(data: Data) -> Source:
+    """Returns the data of a validation; a list is ``(x, y)``, as in Keras."""
+    if isinstance(data, list):
+        data = tuple(data)
+    return Source(data, is_arrays(data))
+
+
+def split_off(source: Source, validation_split: float) -> tuple[Source, Source]:
     """Splits arrays into the training part and the last part, for validation."""
-    if not is_arrays(data):
+    data = source.data
+    if not source.is_arrays:
         raise DataError(
             "validation_split works only for arrays.",
             f"data of type {type(data).__name__}",
@@ -85,33 +147,16 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
             "validation_split is a fraction that leaves examples to train and to validate with.",
             f"validation_split={validation_split} of {rows} examples",
         )
-    return slice_rows(arrays, 0, at), slice_rows(arrays, at, rows)
+    first, last = slice_rows(arrays, 0, at), slice_rows(arrays, at, rows)
+    return dataclasses.replace(source, data=first), dataclasses.replace(source, data=last)
 
 
 def feed_of(
-    model: KerasModel,
-    purpose: str,
-    data: Any,
-    strategy: tf.distribute.Strategy,
-    batch_size: int | None,
-    steps: int | None,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    first_pass: int = 0,
-    class_weight: Any = None,
-    shares: Any = None,
-    position: Position | None = None,
+    model: KerasModel, strategy: tf.distribute.Strategy, source: Source, reading: Reading
 ) -> Feed:
-    """Returns the data of a loop; see ``fit`` for the arguments.
-
-    ``purpose`` is ``"training"``, ``"validation"``, ``"evaluation"`` or ``"prediction"``; the model
-    keeps a pipeline of arrays for each. ``seed`` and the number of the pass, from ``first_pass``
-    on, decide about the order of arrays. ``position`` is where a training that can be resumed
-    begins; None for any other.
-    """
-    trains, validates = purpose == "training", purpose == "validation"
-    if position is not None and steps is not None:
+    """Returns the data of a loop."""
+    steps = reading.steps
+    if reading.resumes and steps is not None:
         raise DataError(
             "The training could be resumed only if an epoch is one pass over the data; "
             "steps_per_epoch breaks that.",
@@ -119,54 +164,84 @@ def feed_of(
             "Give tmg.Checkpoints data=lambda epoch: dataset.shuffle(n, "
             "seed=epoch).batch(size).take(steps), and fit its data.",
         )
-    if validates and isinstance(data, list):
-        data = tuple(data)  # (x, y), as in Keras.
-    if not is_arrays(data):
-        own_size = None if validates else batch_size  # That of fit is for its arrays.
-        batches = _distributed(data, strategy, own_size, class_weight, shares)
-        per_pass = _length(data, batches, steps, _STEPS.get(purpose, "steps"))
-        if position is not None and not isinstance(batches, PositionedDataset):
-            batches = position_data(batches, strategy, position, is_compared=False)
-            batches.pass_over(position.epoch)
-        if purpose == "prediction" and batches.reader is not None:
-            batches.reader.owe_no_end()  # As in Keras, whose fit and evaluate begin with an end.
-        return Feed(data, batches, per_pass, steps, continues=trains, position=position)
+    if source.is_arrays:
+        return _feed_of_arrays(model, strategy, source.data, reading)
+    return _feed_of_batches(strategy, source.data, reading)
+
+
+def _feed_of_batches(strategy: tf.distribute.Strategy, data: Data, reading: Reading) -> Feed:
+    """Returns the feed of data that yields global batches."""
+    batches = _distributed(data, strategy, reading)
+    per_pass = _length(data, batches, reading)
+    position = None
+    if reading.resumes and not isinstance(batches, PositionedDataset):
+        # That of tmg.Checkpoints has a position.
+        epoch = reading.start.epoch - reading.start.first_epoch
+        position = Position(epoch, reading.start.step)
+        batches = position_data(batches, strategy, position, is_compared=False)
+        batches.pass_over(epoch)
+    if reading.purpose == "prediction" and batches.reader is not None:
+        batches.reader.owe_no_end()  # As in Keras, whose fit and evaluate begin with an end.
+    return Feed(data, batches, per_pass, reading.steps, continues=reading.trains, position=position)
+
+
+def _feed_of_arrays(
+    model: KerasModel, strategy: tf.distribute.Strategy, data: Data, reading: Reading
+) -> Feed:
+    """Returns the feed of arrays, of which one iterator makes pass after pass: that is faster."""
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     if not rows:
         raise no_batches(data)
-    if class_weight is not None:
-        arrays = weighting(class_weight)(*(arrays if isinstance(arrays, tuple) else (arrays,)))
+    if reading.class_weight is not None:
+        weigh = weighting(reading.class_weight)
+        arrays = weigh(*arrays) if isinstance(arrays, tuple) else weigh(arrays)
+
+    batch_size = reading.batch_size
     if batch_size is None:
-        batch_size = math.ceil(rows / steps) if trains and steps else 32  # As in Keras.
+        batch_size = 32  # As in Keras.
+        if reading.trains and reading.steps:
+            batch_size = math.ceil(rows / reading.steps)
     size = check_count("batch_size", batch_size, error=DataError)
     per_pass = math.ceil(rows / size)
-    description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": shuffle}
-    first_batch = first_pass * per_pass
-    if position is not None:
-        first_batch += position.epoch * per_pass + position.step_in_epoch
+
+    description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": reading.shuffle}
+    start = reading.start
+    if reading.resumes:
         description["digest"] = int(digest(arrays))
     batches = shard_arrays(
-        arrays, size, strategy, functools.partial(get_or_make, model, purpose), shuffle=shuffle,
-        seed=seed, first_batch=first_batch, shares=shares,
-    )  # fmt: skip
-    # One iterator for all passes, which is faster.
+        arrays,
+        size,
+        strategy,
+        functools.partial(get_or_make, model, reading.purpose),
+        shuffle=reading.shuffle,
+        seed=start.seed,
+        first_batch=start.epoch * per_pass + start.step,
+        shares=reading.shares,
+    )
     return Feed(
-        data, batches, per_pass, steps, continues=trains, repeats=True, description=description
+        data,
+        batches,
+        per_pass,
+        reading.steps,
+        continues=reading.trains,
+        repeats=True,
+        description=description,
     )
 
 
-def _distributed(
-    data: Any, strategy: tf.distribute.Strategy, batch_size: Any, class_weight: Any, shares: Any
-) -> ShardedDataset:
+def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading) -> ShardedDataset:
     """Returns batches as shards; of data that is distributed already no argument may change it."""
+    # The batch size of fit is for its own arrays.
+    batch_size = None if reading.purpose == "validation" else reading.batch_size
+    shares, class_weight = reading.shares, reading.class_weight
     if not isinstance(data, ShardedDataset):
         batches = distribute_dataset(data, strategy, batch_size=batch_size, shares=shares)
-        if class_weight is not None:
-            weigh = weighting(class_weight)
-            weighted = batches.batches.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
-            batches = batches.with_batches(weighted)
-        return batches
+        if class_weight is None:
+            return batches
+        weigh = weighting(class_weight)
+        weighted = batches.batches.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
+        return batches.with_batches(weighted)
     if data.strategy is not strategy:
         raise DataError(
             "The data was distributed for another strategy than the model's.",
@@ -184,12 +259,13 @@ def _distributed(
     return data
 
 
-def _length(data: Any, batches: ShardedDataset, steps: int | None, name: str) -> int | None:
+def _length(data: Data, batches: ShardedDataset, reading: Reading) -> int | None:
     """Returns the batches of a pass, None if unknown; a pass without end needs ``steps``."""
+    name = _STEPS.get(reading.purpose, "steps")
     batches_of_pass = batches.cardinality()
     if batches_of_pass >= 0:
         return batches_of_pass
-    if steps is None and batches_of_pass == tf.data.INFINITE_CARDINALITY:
+    if reading.steps is None and batches_of_pass == tf.data.INFINITE_CARDINALITY:
         raise DataError(
             "The data has no end, so a pass over it would never finish.",
             f"{type(data).__name__} and {name}=None",

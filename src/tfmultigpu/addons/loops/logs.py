@@ -9,20 +9,24 @@ import numpy as np
 
 from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.steps.tally import Layout, Numbers
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasModel, StepSums
 
 
 def epoch_logs(
-    sums: Mapping[str, tuple[Any, Any]], metrics: Mapping[str, Any], *, by_rows: bool
+    sums: Mapping[str, StepSums], metrics: Mapping[str, Any], *, by_rows: bool
 ) -> dict[str, Any]:
     """Returns the logs of an epoch, sorted: with the losses of outputs only if there are several.
 
-    ``sums`` has the sums of the tally of each step, and the fields of its terms.
+    Args:
+        sums: For each step the sums of its tally.
+        metrics: The results of the metrics.
+        by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
     losses: dict[str, Any] = {}
-    for step, (numbers, terms) in sums.items():
-        layout = Layout(tuple(LossTerm(**fields) for fields in terms))
-        for name, value in layout.means(Numbers.of(numbers), by_rows=by_rows).items():
+    for step, (numbers, fields) in sums.items():
+        terms = [LossTerm(**each) for each in fields]
+        means = Layout(tuple(terms)).means(Numbers.of(numbers), by_rows=by_rows)
+        for name, value in means.items():
             if name.endswith("loss"):
                 losses[f"{step}_{name}" if step else name] = value
     if both := sorted(losses.keys() & metrics.keys()):
@@ -30,9 +34,14 @@ def epoch_logs(
             "A metric has the name of a loss, so one of them would be lost. Received: "
             f"{both}. Give the metric another name: keras.metrics.Mean(name=...)."
         )
-    logs = {"loss": losses["loss"]} if len(losses) == 2 and "loss" in losses else losses
+    logs = dict(losses)
+    if len(losses) == 2 and "loss" in losses:  # Of one output, which has the same loss.
+        logs = {"loss": losses["loss"]}
     for name, value in metrics.items():
-        logs.update(value if isinstance(value, Mapping) else {name: value})
+        if isinstance(value, Mapping):
+            logs.update(value)
+        else:
+            logs[name] = value
     return {name: _number(logs[name]) for name in sorted(logs)}
 
 
@@ -42,17 +51,17 @@ def as_list(model: KerasModel, logs: Mapping[str, Any]) -> Any:
     That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by
     itself.
     """
-    names = []
+    names: list[str] = []
     for metric in model.metrics:
-        inner = getattr(metric, "metrics", None)  # Of the container of compiled metrics.
-        names += [metric.name] if inner is None else [each.name for each in inner]
+        # The container of compiled metrics has several.
+        names += [each.name for each in getattr(metric, "metrics", [metric])]
     # Keras tracks these only once it has trained or evaluated the model itself.
     names += [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
-    first = [name for name in dict.fromkeys(names) if name in logs]
-    values = [logs[name] for name in [*first, *sorted(set(logs) - set(first))]]
+    names += sorted(logs)
+    values = [logs[name] for name in dict.fromkeys(names) if name in logs]
     return values[0] if len(values) == 1 else values
 
 
 def _number(value: Any) -> Any:
     array = np.asarray(value)
-    return array.item() if array.ndim == 0 else array
+    return array if array.ndim else array.item()

@@ -7,36 +7,61 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-import tensorflow as tf
 
 from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.addons.loops.feed import Feed
+from tfmultigpu.addons.loops.hooks import Hooks, Mode, not_ending_the_epoch
 from tfmultigpu.addons.loops.logs import epoch_logs
+from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.tally import Numbers
-from tfmultigpu.types import KerasModel
+from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.types import Data, KerasModel, StepSums
 
 _log = logging.getLogger("tfmultigpu")
+_Step = TypeVar("_Step", bound=TrainStep | ChainedStep | EvalStep)
 
 
-class Loop:
+class Loop(Generic[_Step]):
     """``model.train_function``: runs some batches ahead, and waits until Keras has counted them.
+
+    Keras' ``fit`` is the outer loop. It calls what is on the right, in this order::
+
+        reset_metrics()                       reset: no sums, empty metrics
+        for epoch in range(start, epochs):
+            reset_metrics()                   reset
+            callbacks.on_epoch_begin(epoch)   hooks of the user; begin: the feed begins a pass
+            for batch in feed:                the feed has no batch, Keras only counts
+                logs = train_function(feed)   __call__:
+                                                  if no batch is waiting to be counted:
+                                                      steps = until a callback wants to be called
+                                                      on_train_batch_begin
+                                                      waiting = step.run(feed.iterator, steps)
+                                                  waiting -= 1
+                                                  if no batch is waiting:
+                                                      logs = sums / weights, metrics
+                                                      on_train_batch_end(logs)
+                if model.stop_training: break
+            logs = get_metrics_result()       logs
+            evaluate(validation_data)         the same with an EvaluationLoop
+            callbacks.on_epoch_end(logs)      hooks of the user; workers compare their models
 
     Attributes:
         mode: ``"train"`` or ``"test"``.
         flag: The attribute of the model by which a callback ends the loop.
         by_rows: Whether losses are means of the batches' losses, as Keras', each by its rows.
-        hooks: The callbacks; see ``hooks.Hooks``.
+        hooks: The callbacks.
         feed: The data.
         step: The step that runs on it.
         metrics: The metrics in the logs.
-        sums: For each step the sums of its tally over this epoch, and their terms, in JSON types: a
-            run that resumes may have no further batch in it.
+        width: The batches of a call that the user has set, or None: ``pace`` finds how many fit.
+        sums: For each step the sums of its tally over this epoch.
         done: Batches of this epoch.
         seen: Batches since the beginning.
         waiting: Batches that ran, and that Keras has not counted yet.
@@ -44,32 +69,39 @@ class Loop:
         logs: The logs of this epoch, up to the last call of the hooks.
     """
 
-    mode = "train"
-    flag = "stop_training"
-    by_rows = True
+    mode: Mode
+    flag: str
+    by_rows: bool
 
     def __init__(
-        self, model: KerasModel, feed: Feed, step: Any, metrics: EpochMetrics, pace: CallLength,
+        self,
+        model: KerasModel,
+        hooks: Hooks,
+        feed: Feed,
+        step: _Step,
+        metrics: EpochMetrics,
+        pace: CallLength,
+        *,
         width: int | None = None,
-    ) -> None:  # fmt: skip
-        """Keeps the model (not alive), its data, the step, and the batches of a call.
-
-        ``width`` is the number of batches in a call that the user has set, or None.
-        """
-        self.model, self.feed, self.step = weakref.proxy(model), feed, step
-        self.metrics, self._pace, self._width = metrics, pace, width
-        self.sums: dict[str, tuple[list[float], list[dict[str, Any]]]] = {}
-        self.hooks: Any = None
-        self.done = self.seen = self.waiting = 0
+        seen: int = 0,
+    ) -> None:
+        self.model, self.hooks, self.feed, self.step = weakref.proxy(model), hooks, feed, step
+        self.metrics, self.pace, self.width = metrics, pace, width
+        self.sums: dict[str, StepSums] = {}
+        self.done = self.waiting = 0
+        self.seen = seen
         self.ran = False
         self.logs: dict[str, Any] = {}
 
     def begin(self, skipped: int = 0) -> None:
         """Begins an epoch, some batches of which an earlier process has trained on."""
+        self.feed.begin_epoch()
+        if skipped:
+            self.feed.skip(skipped)
         self.done = self.waiting = skipped
         self.ran, self.logs = False, {}
 
-    def __call__(self, feed: Any) -> dict[str, Any]:
+    def __call__(self, feed: Data) -> dict[str, Any]:
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
@@ -93,24 +125,22 @@ class Loop:
         self.metrics.reset()
         self.sums.clear()
 
-    def run(self, iterator: Any, steps: int) -> int:
+    def run(self, iterator: ShardIterator, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran, rows = 0, 0.0
-        for name, tally in self.step.runner.run(iterator, steps)[1].items():
-            new = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
-            if new.ndim:  # Of no step it is a scalar.
-                numbers = Numbers.of(new)
-                ran, rows = int(numbers.steps), float(numbers.rows)
-                terms = [dataclasses.asdict(term) for term in tally.layout.terms]
-                before, _ = self.sums.get(name, (0.0, terms))
-                self.sums[name] = np.add(new, before).tolist(), terms
-        replicas = self.hooks.strategy.num_replicas_in_sync
-        if ran and self.mode == "train" and not self.seen and rows < ran * replicas:
-            _log.warning(
-                f"A batch of {rows / ran:g} example(s) is smaller than {replicas} replicas: each "
-                "computes all of it, so more devices make nothing faster. Write "
-                f"batch_size={32 * replicas}, or dataset.batch({32 * replicas})."
-            )
+        _, tallies = self.step.runner.run(iterator, steps)
+        for name, tally in tallies.items():
+            values = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
+            if tally.layout is None or not values.ndim:  # Of no step it is a scalar.
+                continue
+            numbers = Numbers.of(values)
+            ran, rows = int(numbers.steps), float(numbers.rows)
+            terms = [dataclasses.asdict(term) for term in tally.layout.terms]
+            if name in self.sums:
+                values = np.add(values, self.sums[name].numbers)
+            self.sums[name] = StepSums(values.tolist(), terms)
+        if ran and not self.seen and self.mode == "train":
+            self._warn_of_small_batches(rows / ran)
         return ran
 
     def read(self) -> dict[str, Any]:
@@ -120,36 +150,63 @@ class Loop:
         return epoch_logs(self.sums, self.metrics.results(), by_rows=self.by_rows)
 
     def _advance(self) -> None:
-        asked = ran = 0
-        while not ran and (asked := self.feed.most(self._most())):
+        """Runs the next batches in one call; raises StopIteration at the end of the data."""
+        ran = 0
+        while not ran:
+            asked = self.feed.most(self._most())
+            if not asked:
+                break
             self.hooks.call(self.mode, "begin", self.done)
             began = time.perf_counter()
             ran = not_ending_the_epoch(self.run, self.feed.iterator, asked)
-            self._pace.note(ran, began)
+            self.pace.note(ran, began)
             if not self.feed.took(ran, asked):
                 break
         if not ran:
             if not self.done:
                 raise no_batches(self.feed.source)
             raise StopIteration  # The end of data of unknown length.
-        self.done, self.seen, self.waiting, self.ran = self.done + ran, self.seen + ran, ran, True
+        self.done += ran
+        self.seen += ran
+        self.waiting, self.ran = ran, True
         if getattr(self.model, self.flag, False):
             self.waiting = 1  # Keras stops after this batch.
 
     def _most(self) -> int:
-        if self._width is not None:
-            return self._width
+        """Returns the largest number of batches in the next call."""
+        if self.width is not None:
+            return self.width
         if getattr(self.model, self.flag, False):
             return 1
-        return min([self._pace.steps, *(every - self.seen % every for every in self._every)])
+        most = self.pace.steps
+        for every in self._every:
+            most = min(most, every - self.seen % every)
+        return most
 
     @functools.cached_property
     def _every(self) -> list[int]:
         """The numbers of batches after which callbacks want to be called."""
-        return list(self.hooks.every_batches(self.mode))
+        return self.hooks.every_batches(self.mode)
+
+    def _warn_of_small_batches(self, rows: float) -> None:
+        replicas = self.hooks.strategy.num_replicas_in_sync
+        if rows < replicas:
+            _log.warning(
+                f"A batch of {rows:g} example(s) is smaller than {replicas} replicas: each "
+                "computes all of it, so more devices make nothing faster. Write "
+                f"batch_size={32 * replicas}, or dataset.batch({32 * replicas})."
+            )
 
 
-class EvaluationLoop(Loop):
+class TrainingLoop(Loop[TrainStep | ChainedStep]):
+    """``model.train_function``."""
+
+    mode = "train"
+    flag = "stop_training"
+    by_rows = True
+
+
+class EvaluationLoop(Loop[EvalStep]):
     """``model.test_function``: its losses count all rows, however these are batched."""
 
     mode = "test"
@@ -157,18 +214,7 @@ class EvaluationLoop(Loop):
     by_rows = False
 
 
-def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a callback or a step; to Keras two kinds of its errors would be the end of the data."""
-    try:
-        return function(*args)
-    except (StopIteration, tf.errors.OutOfRangeError) as error:
-        raise RuntimeError(
-            f"A callback or the data raised what ends an epoch without a word: {error!r}. To stop, "
-            "set model.stop_training = True."
-        ) from error
-
-
-def no_batches(data: Any) -> DataError:
+def no_batches(data: Data) -> DataError:
     """Returns the error for empty data."""
     return DataError(
         "The data has no batches.",

@@ -6,14 +6,14 @@ import difflib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import keras
 
 from tfmultigpu._compat import without_building
 from tfmultigpu._patch import ignoring_warnings, lock_of
-from tfmultigpu.addons.loops.loop import Loop
+from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.types import KerasModel
 
@@ -74,7 +74,7 @@ def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
             )
 
 
-def around(loop: Loop) -> dict[str, Any]:
+def around(loop: TrainingLoop | EvaluationLoop) -> dict[str, Any]:
     """Returns what the loop of Keras calls instead of its own functions, as attributes of a model.
 
     It would build what ``train_step`` of Keras needs, and read and reset metrics that nothing
@@ -82,13 +82,15 @@ def around(loop: Loop) -> dict[str, Any]:
     """
     # Methods of one batch, in a callback, call the functions of the loop with data of Keras.
     functions = ("train", "test", "predict") if loop.mode == "train" else (loop.mode,)
-    return {
+    attributes = {
         "steps_per_execution": 1,
         "reset_metrics": loop.reset,
         "get_metrics_result": lambda: dict(loop.logs),
-        **{f"{function}_function": loop for function in functions},
         **without_building(),
     }
+    for function in functions:
+        attributes[f"{function}_function"] = loop
+    return attributes
 
 
 def in_one_thread(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -127,7 +129,6 @@ class OfLoop:
     """
 
     def __init__(self, model: keras.Model, **attributes: object) -> None:
-        """Keeps the model, and its attributes for the loop."""
         vars(self).update(attributes, _model=model)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +141,7 @@ class OfLoop:
 
 
 def run_keras(
-    model: KerasModel, name: str, *args: Any, of_loop: OfLoop | None = None, **kwargs: Any
+    model: KerasModel, name: str, feed: object, *, of_loop: OfLoop | None = None, **kwargs: object
 ) -> Any:
     """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
 
@@ -150,12 +151,14 @@ def run_keras(
     method = getattr(super(keras.Model, model), name)
     # Data of unknown length has ended: that is how it is told to Keras.
     with ignoring_warnings("Your input ran out of data; interrupting training"):
-        return inspect.unwrap(method.__func__)(of_loop or model, *args, **kwargs)
+        return inspect.unwrap(method.__func__)(of_loop or model, feed, **kwargs)
 
 
-def check_names(function: str, arguments: Any, known: Any, otherwise: str = "") -> None:
+def check_names(
+    function: str, arguments: Mapping[str, object], known: Collection[str], otherwise: str = ""
+) -> None:
     """Checks that a function knows arguments by their names; an error names similar ones."""
-    for name in arguments.keys() - known:
+    for name in arguments.keys() - set(known):
         similar = difflib.get_close_matches(name, known) or sorted(known)
         raise TypeError(
             f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. Write "
@@ -169,8 +172,9 @@ def as_method(
     """Returns a function as a method of a model: with the arguments of Keras and ``more``."""
     reference = weakref.ref(model)
     signature = inspect.signature(getattr(keras.Model, name))
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
-    signature = signature.replace(parameters=own)
+    _self, *parameters = signature.parameters.values()
+    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    signature = signature.replace(parameters=named)
 
     def method(*args: Any, **kwargs: Any) -> Any:
         of_fit = " Give arguments of tmg.fit to tmg.prepare(model, micro_batches=2)."

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import deque
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled
+from tfmultigpu.addons.loops.inputs import Reading, check_steps, feed_of, source_of
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import OfLoop, refuse_own_methods, run_keras
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.make import make_predict_step
+from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Model, Scalar, Verbose, Verify
+from tfmultigpu.types import Data, KerasModel, Logs, Model, Shard, Verbose, Verify
 
 # Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
@@ -26,9 +30,9 @@ _AHEAD = 2
 
 def predict(
     model: Model,
-    data: Any = None,
+    data: Data = None,
     *,
-    x: Any = None,
+    x: Data = None,
     batch_size: int | None = None,
     steps: int | None = None,
     callbacks: Any = (),
@@ -73,50 +77,111 @@ def predict(
     strategy = checked_strategy(model, "predict")
     refuse_own_methods(model, "predict")
     check_steps(steps)
-    data = labelled(data, x, None, None, "predict")
-    if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
-        data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
-    with feed_of(model, "prediction", data, strategy, batch_size, steps) as feed:
-        build_if_needed(model, strategy, feed.element_spec)
-        proxy: Any = weakref.proxy(model)
-        key = strategy, tuple(id(variable) for variable in proxy.variables), verify
-        step = get_or_make(
-            model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
-        )
+    source = source_of("predict", data, x=x)
+    if isinstance(source.data, list) and any(map(_is_array, source.data)):
+        # Several inputs, as in Keras; a tuple would be (x, y).
+        source = dataclasses.replace(source, data=(tuple(source.data),))
+    with feed_of(model, strategy, source, Reading("prediction", batch_size, steps)) as feed:
+        step = _step_of(model, strategy, feed, verify)
         check_values_alike(strategy, model)
-        hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
-        waiting: deque[Any] = deque()
-        outputs: list[Any] = []
-        hooks.read(feed)
-
-        def run(_: Any) -> tuple[()]:
-            hooks.outputs = step(next(feed.iterator))
-            waiting.append(hooks.outputs)
-            if len(waiting) > _AHEAD:
-                outputs.append(_to_host(waiting.popleft()))
-            return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
-
+        hooks = Hooks(callbacks, model, strategy, verbose=verbose, steps=feed.steps)
+        loop = PredictionLoop(feed, step)
         of_loop = OfLoop(
-            model, predict_function=run, make_predict_function=lambda: run, steps_per_execution=1
+            model, predict_function=loop, make_predict_function=lambda: loop, steps_per_execution=1
         )
+        of_callbacks = PredictionCallbacks(hooks, loop)
         try:
-            run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks, of_loop=of_loop)
+            run_keras(
+                model, "predict", feed, steps=feed.steps, callbacks=of_callbacks, of_loop=of_loop
+            )
         except UnboundLocalError:  # Of Keras, without data.
-            if waiting:
+            if loop.output is not None:
                 raise
-    outputs.extend(_to_host(output) for output in waiting)
+    outputs = loop.outputs()
     if not outputs:
-        raise no_batches(data)
+        raise no_batches(source.data)
     return tf.nest.map_structure(_join, *outputs)
 
 
-def _to_host(output: Any) -> Any:
-    return tf.nest.map_structure(
-        lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, output
-    )
+def _is_array(item: object) -> bool:
+    return tf.is_tensor(item) or hasattr(item, "__array__")
 
 
-def _join(*parts: Scalar) -> Any:
+def _step_of(
+    model: KerasModel, strategy: tf.distribute.Strategy, feed: Feed, verify: Verify
+) -> PredictStep:
+    """Returns a step that predicts such batches: the last one, if it fits."""
+    build_if_needed(model, strategy, feed.element_spec)
+    proxy: Any = weakref.proxy(model)
+
+    def make() -> PredictStep:
+        return make_predict_step(proxy, strategy, verify=verify)
+
+    key = strategy, tuple(map(id, proxy.variables)), verify
+    step: PredictStep = get_or_make(model, "predict", key, make)
+    return step
+
+
+class PredictionLoop:
+    """``model.predict_function``: keeps the outputs, a few of them on the device.
+
+    Keras would keep all on the device, and make ragged what does not fit.
+
+    Attributes:
+        feed: The data.
+        output: The outputs of the last batch.
+    """
+
+    def __init__(self, feed: Feed, step: PredictStep) -> None:
+        self.feed, self._step = feed, step
+        self.output: Shard = None
+        self._on_device: deque[Shard] = deque()
+        self._on_host: list[Shard] = []
+
+    def __call__(self, feed: Feed) -> tuple[()]:
+        """Predicts the next batch."""
+        assert self.feed.iterator is not None
+        self.output = self._step(next(self.feed.iterator))
+        self._on_device.append(self.output)
+        if len(self._on_device) > _AHEAD:
+            self._on_host.append(_to_host(self._on_device.popleft()))
+        return ()
+
+    def outputs(self) -> list[Shard]:
+        """Returns the outputs of all batches, in order."""
+        return [*self._on_host, *map(_to_host, self._on_device)]
+
+
+class PredictionCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of a prediction, as the loop of Keras calls them."""
+
+    def __init__(self, hooks: Hooks, loop: PredictionLoop) -> None:
+        # ``hooks`` has given its callbacks their model and their parameters.
+        super().__init__(hooks.callbacks)
+        self._hooks, self._loop = hooks, loop
+
+    def on_predict_begin(self, logs: Logs = None) -> None:
+        """Begins the pass, once its callbacks know that it begins."""
+        super().on_predict_begin(logs)
+        self._loop.feed.begin_epoch()
+
+    def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Calls the hooks with the outputs, which Keras is not given."""
+        super().on_predict_batch_end(batch, {"outputs": self._loop.output})
+        self._hooks.agree_on_stopping("stop_predicting")
+
+
+def _to_host(output: Shard) -> Shard:
+    """Returns outputs as arrays; what has none, such as a ragged tensor, stays as it is."""
+
+    def to_host(leaf: Shard) -> Shard:
+        return leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf
+
+    return tf.nest.map_structure(to_host, output)
+
+
+def _join(*parts: Shard) -> Shard:
+    """Returns one output of all batches."""
     if parts[0] is None:
         return None
     if isinstance(parts[0], tf.SparseTensor):

@@ -54,20 +54,23 @@ def prepare(model: Any, **options: Any) -> ExitStack:
     known = inspect.signature(fit).parameters.keys()
     check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
-    verify = {"verify": options["verify"]} if "verify" in options else {}
+    verify = {name: value for name, value in options.items() if name == "verify"}
     methods = {
         "fit": as_method(model, "fit", fit, **options),
         "evaluate": as_method(model, "evaluate", evaluate, **verify),
         "predict": as_method(model, "predict", predict, **verify),
     }
-    before = {name: vars(model)[name] for name in methods if name in vars(model)}
-    vars(model).update(methods)  # Not by setattr, with which Keras would track them.
+    attributes = vars(model)  # Not by setattr, with which Keras would track them.
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
 
     def remove() -> None:
         for name, method in methods.items():
-            if vars(model).get(name) is method:
-                del vars(model)[name]
-                vars(model).update({name: before[name]} if name in before else {})
+            if attributes.get(name) is not method:
+                continue
+            del attributes[name]
+            if name in before:
+                attributes[name] = before[name]
 
     # No generator, which would undo all of it once nobody holds what is returned.
     undo = ExitStack()

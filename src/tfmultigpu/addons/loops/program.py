@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
@@ -19,7 +20,8 @@ from tfmultigpu.addons.loops.compiled import (
     read_compiled,
 )
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop
+from tfmultigpu.addons.loops.hooks import Hooks
+from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.addons.loops.methods import refuse_own_methods
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.call_lengths import CallLength
@@ -29,10 +31,17 @@ from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import BatchSpec, KerasMetric, KerasModel, Verify
 
-_DEFAULTS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto",
-             "forward": None, "verify": "first"}  # fmt: skip
+_Step = TypeVar("_Step", TrainStep, EvalStep)
+_DEFAULTS = {
+    "micro_batches": 1,
+    "clip_norm": None,
+    "loss_scale": None,
+    "shard_update": "auto",
+    "forward": None,
+    "verify": "first",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +60,19 @@ class Program:
     forward: Callable[..., Any] | None = None
     step: TrainStep | ChainedStep | None = None
     eval_step: EvalStep | None = None
-    verify: Any = "first"
+    verify: Verify = "first"
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, model: KerasModel, forward: Any, step: Any, eval_step: Any, verify: Any,
+        cls,
+        model: KerasModel,
+        forward: Callable[..., Any] | None,
+        step: TrainStep | ChainedStep | None,
+        eval_step: EvalStep | None,
+        verify: Verify,
         options: Mapping[str, Any],
-    ) -> Program:  # fmt: skip
+    ) -> Program:
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
         options_of_step = {"forward": forward, **options, "verify": verify}
@@ -92,15 +106,34 @@ class Program:
             refuse_own_methods(model, "fit")
         return cls(model, strategy, forward, step, eval_step, verify, options)
 
-    def training_loop(self, feed: Feed, width: int | None) -> Loop:
-        """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
+    def compile_with_optimizer(self) -> None:
+        """Compiles a model that is not, with the optimizer of its step, which Keras asks for."""
+        if self.step is None or getattr(self.model, "compiled", False):
+            return
+        optimizer = self.step.train_steps[0].optimizer
+        for part in self.step.train_steps:
+            if part.model is self.model:
+                optimizer = part.optimizer
+                break
+        keras.Model.compile(self.model, optimizer=optimizer)
+
+    def training_loop(self, hooks: Hooks, feed: Feed, width: int | None, seen: int) -> TrainingLoop:
+        """Returns what the loop of Keras calls to train.
+
+        Args:
+            hooks: The callbacks.
+            feed: The data.
+            width: The batches of a call that the user has set, or None.
+            seen: Batches before a restart.
+        """
         step, metrics = self._train_step(feed.element_spec)
         # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
         calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
         pace = get_or_make(self.model, "pace", id(step), calls)
-        return Loop(self.model, feed, step, metrics, pace, width)
+        return TrainingLoop(self.model, hooks, feed, step, metrics, pace, width=width, seen=seen)
 
-    def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
+    def _train_step(self, spec: BatchSpec) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
+        """Returns the step that trains on such batches, and the metrics in the logs."""
         model, strategy, step = self.model, self.strategy, self.step
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
@@ -116,18 +149,21 @@ class Program:
                 return make_train_step(proxy, model.optimizer, loss, strategy, **given)
 
             # A new layer needs a new step; the step itself handles frozen layers.
-            key = id(model.optimizer), *(id(variable) for variable in model.variables), options
-            made: tuple[TrainStep, EpochMetrics] = self._of_compiled("fit", key, spec, make)
-            return made
+            key = id(model.optimizer), *map(id, model.variables), options
+            return self._of_compiled("fit", key, spec, make)
         if step is None:
             step = make_train_step(
                 proxy, model.optimizer, None, strategy, forward=self.forward, **options
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
-        inside = [metric for part in step.train_steps for metric in metrics_inside(part.model)]
+        inside: list[KerasMetric] = []
+        for part in step.train_steps:
+            inside += metrics_inside(part.model)
         return step, EpochMetrics(inside, None, steps)
 
-    def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
+    def _of_compiled(
+        self, purpose: str, key: object, spec: BatchSpec, make: Callable[..., _Step]
+    ) -> tuple[_Step, EpochMetrics]:
         """Returns the step for what the model was compiled with, and the metrics in its logs.
 
         They belong to the last call with the same key and ``model.compile``.
@@ -135,13 +171,15 @@ class Program:
         arguments = compile_arguments(self.model)
         check_labels(self.model, spec)
 
-        def make_all() -> Any:
+        def make_all() -> tuple[_Step, EpochMetrics, object]:
             losses, metrics = read_compiled(self.model, self.strategy, spec)
             plain = losses.pop("metrics", ())
+            # The arguments stay alive, or another object could have their id.
             return make(Objective(**losses), plain), metrics, arguments
 
         key = self.strategy, id(arguments), key
-        return get_or_make(self.model, purpose, key, make_all)[:2]
+        step, metrics, _ = get_or_make(self.model, purpose, key, make_all)
+        return step, metrics
 
     def check_validation(self) -> None:
         """Checks that there is something to validate with."""
@@ -155,7 +193,7 @@ class Program:
             )
         refuse_own_methods(self.model, "evaluate")
 
-    def evaluation_loop(self, feed: Feed) -> Loop:
+    def evaluation_loop(self, hooks: Hooks, feed: Feed) -> EvaluationLoop:
         """Returns what the loop of Keras calls to evaluate."""
         model, strategy, spec = self.model, self.strategy, feed.element_spec
         proxy, pace = weakref.proxy(model), CallLength(strategy, measured=0, steps=32)
@@ -164,7 +202,7 @@ class Program:
                 proxy, None, strategy, forward=self.forward, verify=self.verify
             )
             metrics = EpochMetrics(metrics_inside(model), None, {"": step})
-            return EvaluationLoop(model, feed, step, metrics, pace)
+            return EvaluationLoop(model, hooks, feed, step, metrics, pace)
         build_if_needed(model, strategy, spec)
 
         def make(loss: Objective, metrics: Any) -> EvalStep:
@@ -173,13 +211,15 @@ class Program:
         # A new layer or a frozen layer needs a new step.
         variables = [(id(variable), variable.trainable) for variable in model.variables]
         step, metrics = self._of_compiled("evaluate", (variables, self.verify), spec, make)
-        return EvaluationLoop(model, feed, step, metrics, pace)
+        return EvaluationLoop(model, hooks, feed, step, metrics, pace)
 
 
-def _check_trains(step: Any, model: KerasModel) -> None:
+def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
-    own = {id(variable) for variable in model.variables}
-    trained = {id(variable) for part in step.train_steps for variable in part.variables}
+    own = set(map(id, model.variables))
+    trained: set[int] = set()
+    for part in step.train_steps:
+        trained.update(map(id, part.variables))
     if own and trained and not own & trained:
         names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(

@@ -1,4 +1,7 @@
-"""``fit``: training over epochs by the loop of Keras, on every strategy."""
+"""``fit``: training over epochs by the loop of Keras, on every strategy.
+
+Keras' own ``fit`` is the loop; ``loop.Loop`` says what it calls here, and when.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,20 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import keras
+import tensorflow as tf
 
 from tfmultigpu._patch import setting
+from tfmultigpu.addons.loops.callback_lists import FitCallbacks
 from tfmultigpu.addons.loops.evaluation import evaluation_methods
-from tfmultigpu.addons.loops.hooks import FitHooks, to_list
-from tfmultigpu.addons.loops.inputs import check_steps, feed_of, labelled, split_off
+from tfmultigpu.addons.loops.hooks import Hooks, is_resuming, to_list
+from tfmultigpu.addons.loops.inputs import (
+    Reading,
+    check_steps,
+    feed_of,
+    source_of,
+    split_off,
+    validation_source,
+)
 from tfmultigpu.addons.loops.methods import around, check_names, in_one_thread, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
@@ -25,6 +37,8 @@ from tfmultigpu.steps.make import check_verify
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
+    Data,
+    KerasCallback,
     KerasModel,
     LossScaling,
     Model,
@@ -53,10 +67,10 @@ class KerasArguments(TypedDict, total=False):
     verbose: Verbose
     callbacks: Any
     validation_split: float
-    validation_data: Any
+    validation_data: Data
     shuffle: bool
     class_weight: Mapping[int, float] | None
-    sample_weight: Any
+    sample_weight: Data
     initial_epoch: int
     steps_per_epoch: int | None
     validation_steps: int | None
@@ -67,10 +81,10 @@ class KerasArguments(TypedDict, total=False):
 @in_one_thread
 def fit(
     model: Model,
-    data: Any = None,
-    y: Any = None,
+    data: Data = None,
+    y: Data = None,
     *,
-    x: Any = None,
+    x: Data = None,
     forward: Callable[[Any, Any, bool], Any] | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
@@ -141,62 +155,93 @@ def fit(
     """
     check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
-    kwargs = checked_arguments(arguments)
-    for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
-        kwargs[name] = check_count(name, kwargs[name], 0)
-    data = labelled(data, x, y, kwargs.pop("sample_weight"), "fit")
-    options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "loss_scale": loss_scale,
-               "shard_update": shard_update}  # fmt: skip
+    given = checked_arguments(arguments)
+    source = source_of("fit", data, x=x, y=y, sample_weight=given["sample_weight"])
+    options = {
+        "micro_batches": micro_batches,
+        "clip_norm": clip_norm,
+        "loss_scale": loss_scale,
+        "shard_update": shard_update,
+    }
     program = Program.of(model, forward, step, eval_step, verify, options)
     strategy = program.strategy
-    callbacks = kwargs["callbacks"] = to_list(kwargs["callbacks"])
+    callbacks = to_list(given["callbacks"])
     width = _steps_of_a_call(model, steps_per_call)
-    steps = 0 if step is None else len(step.names)
-    ours = {**options, "shares": shares, "steps_per_call": steps_per_call, "verify": verify,
-            "forward": forward, "steps of step": steps}  # fmt: skip
-    _check_same_arguments(strategy, {**kwargs, **ours})
-    split = kwargs.pop("validation_split")
-    if split and kwargs["validation_data"] is None:
-        data, kwargs["validation_data"] = split_off(data, split)
-    if step is not None and not getattr(model, "compiled", False):
-        own = [each for each in step.train_steps if each.model is model] or step.train_steps
-        keras.Model.compile(model, optimizer=own[0].optimizer)
-    hooks = FitHooks(
-        callbacks, model, strategy, verbose=kwargs.pop("verbose"), step=step,
-        epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],
-    )  # fmt: skip
+    compared = {
+        **given,
+        **options,
+        "shares": shares,
+        "steps_per_call": steps_per_call,
+        "verify": verify,
+        "forward": forward,
+        "steps of step": 0 if step is None else len(step.names),
+    }
+    _check_same_arguments(strategy, compared, callbacks)
+
+    # Validation has data of its own, or the last part of that of the training.
+    validation = None
+    if given["validation_data"] is not None:
+        validation = validation_source(given["validation_data"])
+    elif given["validation_split"]:
+        source, validation = split_off(source, given["validation_split"])
+    program.compile_with_optimizer()
+
+    # A callback may resume an earlier fit, in the middle of its data.
+    hooks = Hooks(
+        callbacks,
+        model,
+        strategy,
+        verbose=given["verbose"],
+        epochs=given["epochs"],
+        step=step,
+        add_history=True,
+    )
+    start = hooks.find_start(given["initial_epoch"])
     with ExitStack() as owned:
         owned.callback(hooks.exit)
-        feed = feed_of(
-            model, "training", data, strategy, kwargs["batch_size"], kwargs["steps_per_epoch"],
-            shuffle=kwargs.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
-            class_weight=kwargs.pop("class_weight"), shares=shares, position=hooks.position,
-        )  # fmt: skip
-        owned.enter_context(feed)
-        loop = program.training_loop(feed, width)
-        if kwargs["validation_data"] is not None:
-            size = kwargs["validation_batch_size"] or kwargs["batch_size"]
-            validation = feed_of(
-                model, "validation", kwargs["validation_data"], strategy, size,
-                kwargs["validation_steps"],
-            )  # fmt: skip
-            owned.enter_context(validation)
-            program.check_validation()
-            frequency, start = kwargs["validation_freq"], hooks.start
-            feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
-            kwargs["validation_data"] = validation
-            hooks.serve(program.evaluation_loop(validation))
-        hooks.train(loop)
-        for part in loop.step.train_steps:
-            check_values_alike(strategy, part.model, part.optimizer)
-        kwargs |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
-        owned.enter_context(
-            setting(model, **around(loop), **evaluation_methods(model, verify, hooks))
+        reading = Reading(
+            "training",
+            given["batch_size"],
+            given["steps_per_epoch"],
+            shuffle=given["shuffle"],
+            class_weight=given["class_weight"],
+            shares=shares,
+            start=start,
+            resumes=hooks.resumes,
         )
-        return run_keras(model, "fit", feed, **kwargs)
+        feed = owned.enter_context(feed_of(model, strategy, source, reading))
+        training = program.training_loop(hooks, feed, width, start.batches)
+
+        evaluation = None
+        if validation is not None:
+            size = given["validation_batch_size"] or given["batch_size"]
+            reading = Reading("validation", size, given["validation_steps"])
+            validated = owned.enter_context(feed_of(model, strategy, validation, reading))
+            program.check_validation()
+            feed.pass_over_validations(validated, given["validation_freq"], start)
+            evaluation = program.evaluation_loop(hooks, validated)
+
+        running = FitCallbacks(hooks, start, training, evaluation)
+        hooks.announce(running)
+        for part in training.step.train_steps:
+            check_values_alike(strategy, part.model, part.optimizer)
+        methods = {**around(training), **evaluation_methods(model, verify, running)}
+        owned.enter_context(setting(model, **methods))
+        return run_keras(
+            model,
+            "fit",
+            feed,
+            callbacks=running,
+            epochs=given["epochs"],
+            initial_epoch=start.epoch,
+            steps_per_epoch=given["steps_per_epoch"],
+            validation_data=None if evaluation is None else evaluation.feed,
+            validation_steps=given["validation_steps"],
+            validation_freq=given["validation_freq"],
+        )
 
 
-def _steps_of_a_call(model: KerasModel, steps: Any) -> int | None:
+def _steps_of_a_call(model: KerasModel, steps: object) -> int | None:
     """Returns the steps of a call that the user has set, or None."""
     if isinstance(steps, str) and steps == "auto":
         steps = model.steps_per_execution or 1
@@ -204,29 +249,40 @@ def _steps_of_a_call(model: KerasModel, steps: Any) -> int | None:
     return check_count("steps_per_call", steps, other="'auto'")
 
 
-def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any]) -> None:
+def _check_same_arguments(
+    strategy: tf.distribute.Strategy,
+    arguments: Mapping[str, Any],
+    callbacks: Sequence[KerasCallback],
+) -> None:
     """Checks that workers were given the same arguments, as far as these can be compared."""
-    resuming = [hasattr(callback, "on_fit_begin") for callback in arguments["callbacks"]]
-    compared: dict[str, Any] = {"callbacks of tmg.Checkpoints": sum(resuming)}
+    resuming = [callback for callback in callbacks if is_resuming(callback)]
+    compared: dict[str, object] = {"callbacks of tmg.Checkpoints": len(resuming)}
     for name, value in arguments.items():
+        if name in ("verbose", "callbacks"):
+            continue
         parts = value if isinstance(value, (list, tuple)) else [value]
         is_plain = all(isinstance(part, (int, float, str, type(None))) for part in parts)
         compared[name] = value if is_plain and name != "validation_data" else value is None
-    del compared["verbose"], compared["callbacks"]
     check_alike(strategy, "fit", compared)
 
 
 def checked_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments, with the defaults of Keras."""
-    known, of_keras = KerasArguments.__annotations__, inspect.signature(keras.Model.fit).parameters
+    of_keras = inspect.signature(keras.Model.fit).parameters
     explicit = list(inspect.signature(fit).parameters)[:-1]
-    check_names("fit", kwargs, {*known, *explicit})
-    arguments = {name: kwargs.get(name, of_keras[name].default) for name in known}
+    check_names("fit", kwargs, {*KerasArguments.__annotations__, *explicit})
+    arguments = {}
+    for name in KerasArguments.__annotations__:
+        arguments[name] = kwargs.get(name, of_keras[name].default)
     for name in ("steps_per_epoch", "validation_steps"):
         check_steps(arguments[name], name)
     if not isinstance(arguments["shuffle"], bool):
         raise DataError("shuffle must be True or False.", f"shuffle={arguments['shuffle']!r}")
+    for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
+        arguments[name] = check_count(name, arguments[name], 0)
     # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
-    if most := getattr(keras.config, "max_steps_per_epoch", lambda: None)():
+    limit = getattr(keras.config, "max_steps_per_epoch", None)
+    most = None if limit is None else limit()
+    if most:
         arguments["steps_per_epoch"] = min(most, arguments["steps_per_epoch"] or most)
     return arguments

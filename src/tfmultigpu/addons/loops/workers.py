@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import KerasModel, KerasVariable
+from tfmultigpu.types import KerasModel
 
 
 def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
@@ -43,7 +44,7 @@ def check_alike(
 def check_same_training(
     exchange: WorkerExchange,
     model: KerasModel,
-    trained: Sequence[KerasVariable],
+    trained: Sequence[TrainStep],
     with_weights: bool,
 ) -> None:
     """Checks that all workers have the same learning rate, and if asked the same weights.
@@ -52,9 +53,12 @@ def check_same_training(
     """
     if exchange.workers == 1:
         return
-    rates = [float(tf.convert_to_tensor(t.optimizer.learning_rate)) for t in trained]
-    variables = [v for t in trained for v in t.variables] if with_weights else []
-    sums = [float(np.sum(np.asarray(v.numpy()), dtype="float64")) for v in variables]
+    rates: list[float] = []
+    sums: list[float] = []
+    for step in trained:
+        rates.append(float(tf.convert_to_tensor(step.optimizer.learning_rate)))
+        for variable in step.variables if with_weights else ():
+            sums.append(float(np.sum(np.asarray(variable.numpy()), dtype="float64")))
     # One exchange for both: each waits for the slowest worker.
     told = exchange.floats("an epoch of fit", [*rates, *sums, float(bool(model.stop_training))])
     model.stop_training = bool(told[:, -1].any())

@@ -138,7 +138,7 @@ class ShardedReads(Feature):
         sums: dict[_Key, Any] = {}
         trained = list(enumerate(self._step.variables)) if passes[0].gradients else []
         sharded = [(i, variable.value) for i, variable in trained if is_sharded(variable)]
-        gradients = [[list(each) for each in one.gradients] for one in passes]
+        gradients = [list(map(list, of_replica.gradients)) for of_replica in passes]
         for number in range(len(passes[0].gradients)):
             for i, variable in sharded:
                 replicas = [each[number][i] for each in gradients]
@@ -223,12 +223,14 @@ def _wait_in_turn(uses: Sequence[_Use], places: Mapping[Any, int]) -> None:
     """Has each read wait for the inputs of the layer before the one that uses it."""
     first = {use.read: use for use in reversed(uses)}
     reads = sorted(first, key=places.__getitem__)
-    # What was made before the read cannot depend on it.
-    inputs = [
-        [tensor.op for tensor in first[read].user.inputs if places[tensor.op] < places[read]]
-        for read in reads
-    ]
-    waits = [[op for op in ops if op.type not in ("Const", "Placeholder")] for ops in inputs]
+    waits: list[list[tf.Operation]] = []
+    for read in reads:
+        made_before = []
+        for tensor in first[read].user.inputs:
+            # What was made before the read cannot depend on it.
+            if places[tensor.op] < places[read] and tensor.op.type not in ("Const", "Placeholder"):
+                made_before.append(tensor.op)
+        waits.append(made_before)
     for i, read in enumerate(reads):
         _private.add_control_inputs(read, waits[max(i - _AHEAD, 0)])
 
@@ -241,10 +243,10 @@ def _read_again(
     for use in uses:
         by_read.setdefault((bisect.bisect(begins, use.place), use.read), []).append(use)
     # Before any is replaced: an operation may use several weights.
-    gradients = {
-        key: [tensor.op for tensor in users[0].user.inputs if places[tensor.op] >= begins[0]]
-        for key, users in by_read.items()
-    }
+    gradients: dict[tuple[int, Any], list[tf.Operation]] = {}
+    for key, users in by_read.items():
+        operations = [tensor.op for tensor in users[0].user.inputs]
+        gradients[key] = [op for op in operations if places[op] >= begins[0]]
     before: list[list[Any]] = []
     reads: list[_SecondRead] = []
     for key, users in by_read.items():  # In the order of their first use.
@@ -278,7 +280,10 @@ def _keep_in_step(
     """Has the replicas go backward together, so that gradients do not wait for their sums."""
     graph: Any = tf.compat.v1.get_default_graph()
     # Replicas with a loop each do not wait for each other.
-    orders = [[read.key for read in each.reads] for each in replicas if each.graph is graph]
+    orders: list[list[_Key]] = []
+    for replica in replicas:
+        if replica.graph is graph:
+            orders.append([read.key for read in replica.reads])
     if not orders or not orders[0] or any(order != orders[0] for order in orders):
         return
     places = {operation: place for place, operation in enumerate(graph.get_operations())}

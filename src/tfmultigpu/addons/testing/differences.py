@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+_SHOWN = 8  # Differences in an error.
+
 
 class ReplicaInvarianceError(AssertionError):
     """Training on several replicas differs from training on one device."""
@@ -36,7 +38,7 @@ class Difference:
 
     def __str__(self) -> str:
         """Formats the difference as one line."""
-        index = str(list(self.place)) if self.place else ""
+        index = f"{list(self.place)}" if self.place else ""
         values = f"{self.actual!s} instead of {self.expected!s}"
         return f"{self.quantity}{index}: {values}, off by {self.amount:.1e}{self._relative()}"
 
@@ -54,16 +56,17 @@ def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) ->
         return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
     if not one.size:
         return Difference(quantity, step, 0.0)
-    if one.dtype.kind in "OSUb":
+    kind = one.dtype.kind
+    if kind in "OSUb":
         amounts = np.where(one == other, 0.0, np.inf)
     else:
-        wide = one.astype("complex128" if one.dtype.kind == "c" else "float64")
+        wide = one.astype("complex128" if kind == "c" else "float64")
         found = other.astype(wide.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             amounts = np.abs(wide - found) / np.maximum(1.0, np.abs(wide))
         same = (wide == found) | (np.isnan(wide) & np.isnan(found))
         amounts = np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
-    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(amounts)), amounts.shape))
+    place = tuple(map(int, np.unravel_index(int(np.argmax(amounts)), amounts.shape)))
     return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])
 
 
@@ -77,6 +80,7 @@ def differs(strategy: tf.distribute.Strategy) -> str:
 
 def tell(title: str, differences: list[Difference]) -> ReplicaInvarianceError:
     """Returns the error that lists the first differences below a title."""
-    lines = "\n".join(f"  {found}" for found in differences[:8])
-    more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
-    return ReplicaInvarianceError(f"{title}\n{lines}{more}")
+    lines = [title, *(f"  {found}" for found in differences[:_SHOWN])]
+    if len(differences) > _SHOWN:
+        lines.append(f"  and {len(differences) - _SHOWN} more")
+    return ReplicaInvarianceError("\n".join(lines))

@@ -68,10 +68,10 @@ def above(allowed: Callable[[str], float], differences: list[Difference]) -> lis
     return [found for found in differences if found.amount > allowed(found.quantity)]
 
 
-def check_function(train: Any) -> None:
+def check_function(train: object) -> None:
     """Raises if a function does not take a strategy, before anything is trained."""
     try:
-        inspect.signature(train).bind(None)
+        inspect.signature(train).bind(None)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         name = getattr(train, "__name__", type(train).__name__)
         raise TfMultiGpuError(
@@ -110,19 +110,17 @@ def compare(expected: Values, actual: Values) -> list[Difference]:
     order: Keras counts layers across the process.
     """
     if expected.keys() == actual.keys():
-        pairs = [(name, name) for name in expected]
+        pairs = list(zip(expected, expected, strict=True))
     else:
         pairs = list(zip(expected, actual, strict=False))
-        plain = [_without_numbers(names) for names in (expected, actual)]
-        if plain[0] != plain[1]:
+        if _without_numbers(expected) != _without_numbers(actual):
             missing = [name for name in expected if name not in actual]
             added = [name for name in actual if name not in expected]
             named = f"{missing[:4]} on one device alone, {added[:4]} on replicas alone"
             raise tell(f"train returned other names on replicas: {named}.", [])
     differences = []
     for name, other in pairs:
-        (array,) = expected[name][:1]
-        copies = [_compare_arrays(array, copy, name) for copy in actual[other]]
+        copies = [_compare_arrays(expected[name][0], copy, name) for copy in actual[other]]
         differences.append(max(copies, key=lambda found: found.amount))
     return differences
 
@@ -134,7 +132,7 @@ def _compare_arrays(expected: np.ndarray, actual: np.ndarray, name: str) -> Diff
     return difference(expected, actual, name)
 
 
-def _without_numbers(names: Any) -> list[str]:
+def _without_numbers(names: Iterable[str]) -> list[str]:
     return [re.sub(r"_\d+", "", name) for name in names]
 
 
@@ -166,7 +164,7 @@ def _named(
         yield name, [_array(value, name)]
 
 
-def _copies(variable: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def _copies(variable: tf.Variable, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     # A variable that replicas add up when it is read, as metrics do, is one value.
     if variable.synchronization == tf.VariableSynchronization.ON_READ:
         return [np.asarray(tf.convert_to_tensor(variable))]
@@ -175,7 +173,9 @@ def _copies(variable: Any, strategy: tf.distribute.Strategy) -> list[np.ndarray]
 
 def _array(value: Any, name: str) -> np.ndarray:
     try:
-        array = np.asarray(tf.convert_to_tensor(value) if tf.is_tensor(value) else value)
+        if tf.is_tensor(value):
+            value = tf.convert_to_tensor(value)
+        array = np.asarray(value)
     except (TypeError, ValueError):
         array = np.asarray(None)
     # An array of objects, or a function or a model that NumPy wraps into one.

@@ -24,6 +24,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import Data, Scalar, Shard
 
 __all__ = ["Difference", "ReplicaInvarianceError", "assert_replica_invariant", "difference"]
 
@@ -44,7 +45,7 @@ def assert_replica_invariant(
 @overload
 def assert_replica_invariant(
     build: Callable[[], Training],
-    dataset: Any,
+    dataset: Data,
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
@@ -58,7 +59,7 @@ def assert_replica_invariant(
 
 def assert_replica_invariant(
     build: Callable[..., Any],
-    dataset: Any = None,
+    dataset: Data = None,
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
@@ -129,24 +130,31 @@ def assert_replica_invariant(
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
         return max(limits, default=tolerance)
 
-    made = (create_strategy(devices=count, fallback=False) for count in counts)
-    strategies = made if strategy is None else [strategy]
+    def strategies() -> Iterator[tf.distribute.Strategy]:
+        if strategy is not None:
+            yield strategy
+            return
+        for count in counts:
+            yield create_strategy(devices=count, fallback=False)
+
     if dataset is None:
         _refuse_options({"shares": shares, "predict": None if predict else False, **options})
-        return functions.hold(build, strategies, allowed)
+        return functions.hold(build, strategies(), allowed)
     batches = _batches_of(dataset)
-    expected = list(_train_on_one_device(_build(build), batches, predict))
+    predicted = batches if predict else []
+    expected = list(_train_on_one_device(_build(build), batches, predicted))
     largest = Difference("nothing", 0, 0.0)
-    for each in strategies:
+    for each in strategies():
         with each.scope():
             training = _build(build)
-        actual = _train_on_replicas(training, batches, predict, each, shares, options)
+        actual = _train_on_replicas(training, batches, predicted, each, shares, options)
         for number, (here, there) in enumerate(zip(expected, actual, strict=True)):
             step = min(number, len(batches))
+            found = []
             # By order, because Keras numbers the names of layers across the process.
-            pairs = zip(here, there, strict=True)
-            found = [difference(value, other, name, step) for (name, value), (_, other) in pairs]
-            wrong = [this for this in found if this.amount > allowed(this.quantity)]
+            for (name, value), (_, other) in zip(here, there, strict=True):
+                found.append(difference(value, other, name, step))
+            wrong = functions.above(allowed, found)
             if wrong:
                 raise tell(f"{differs(each)}\nFirst differences, after step {step}:", wrong)
             largest = max([largest, *found], key=lambda this: this.amount)
@@ -163,7 +171,7 @@ def _refuse_options(alone: Mapping[str, Any]) -> None:
             )
 
 
-def _batches_of(dataset: Any) -> list[Any]:
+def _batches_of(dataset: Data) -> list[Shard]:
     """Returns the global batches as tensors."""
     batches = [] if isinstance(dataset, tuple) else list(dataset)
     if not batches:
@@ -174,7 +182,7 @@ def _batches_of(dataset: Any) -> list[Any]:
             "y)).batch(n).",
         )
 
-    def as_tensor(leaf: Any) -> Any:
+    def as_tensor(leaf: Shard) -> Shard:
         return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
     return tf.nest.map_structure(as_tensor, batches)  # type: ignore[no-any-return]
@@ -193,36 +201,49 @@ def _build(build: Callable[[], Any]) -> Training:
     return training
 
 
+def _values_before(training: Training) -> Quantities:
+    """Returns the values before training, of a model that has them."""
+    return training.values() if training.model.built else []
+
+
 def _train_on_one_device(
-    training: Training, batches: list[Any], predict: bool
+    training: Training, batches: list[Shard], predicted: list[Shard]
 ) -> Iterator[Quantities]:
     """Yields the values before training, after each step, and at the end."""
     loop = OneDevice(training)
-    yield training.values() if training.model.built else []
+    yield _values_before(training)
     loop.build(batches[0])
     for batch in batches:
         logs = loop.step(batch)
-        yield [*((name, value.numpy()) for name, value in logs.items()), *training.values()]
-    yield _ends(training, batches if predict else [], loop.evaluate, loop.predict)
+        shown = [(name, value.numpy()) for name, value in logs.items()]
+        yield [*shown, *training.values()]
+    yield _ends(training, predicted, loop.evaluate, loop.predict)
 
 
 def _train_on_replicas(
     training: Training,
-    batches: list[Any],
-    predict: bool,
+    batches: list[Shard],
+    predicted: list[Shard],
     strategy: tf.distribute.Strategy,
-    shares: Any,
+    shares: Sequence[float] | None,
     options: Mapping[str, Any],
 ) -> Iterator[Quantities]:
     """Yields the same on replicas."""
-    model, forward, objective = training.model, training.forward, None
-    yield training.values() if model.built else []
+    model, forward = training.model, training.forward
+    objective = None
+    yield _values_before(training)
     if forward is None:
         objective = Objective(training.loss, training.loss_weights, training.weighted_metrics)
     step = make_train_step(
-        model, training.optimizer, objective, strategy, metrics=training.metrics,
-        forward=forward, clip_norm=training.clip_norm, **options,
-    )  # fmt: skip
+        model,
+        training.optimizer,
+        objective,
+        strategy,
+        metrics=training.metrics,
+        forward=forward,
+        clip_norm=training.clip_norm,
+        **options,
+    )
     for batch in distribute_dataset(lambda: iter(batches), strategy, shares=shares):
         logs = step(batch)
         shown = [(name, logs[name].numpy()) for name in ("loss", "gradient_norm")]
@@ -230,18 +251,22 @@ def _train_on_replicas(
     # Without verification, because the caller compares.
     evaluate = make_eval_step(model, objective, strategy, forward=forward, verify=False)
     predictor = make_predict_step(model, strategy, verify=False)
-    batches = batches if predict else []
-    yield _ends(training, batches, lambda batch: evaluate(batch)["loss"], predictor)
+    yield _ends(training, predicted, lambda batch: evaluate(batch)["loss"], predictor)
 
 
-def _ends(training: Training, batches: list[Any], evaluate: Any, predict: Any) -> Quantities:
+def _ends(
+    training: Training,
+    batches: list[Shard],
+    evaluate: Callable[[Shard], Scalar],
+    predict: Callable[[Shard], Shard],
+) -> Quantities:
     """Returns results of metrics, losses and, if the model itself takes batches, predictions."""
     metrics = tf.nest.flatten([training.metrics, training.weighted_metrics])
-    ends = [
-        (f"{metric.name}.result()", np.asarray(tf.convert_to_tensor(metric.result())))
-        for metric in metrics
-        if metric is not None
-    ]
+    ends = []
+    for metric in metrics:
+        if metric is not None:
+            result = np.asarray(tf.convert_to_tensor(metric.result()))
+            ends.append((f"{metric.name}.result()", result))
     for i, batch in enumerate(batches):
         ends.append((f"evaluated loss of batch {i}", evaluate(batch).numpy()))
         outputs = () if training.forward else predict(batch)

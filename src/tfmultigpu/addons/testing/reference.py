@@ -39,16 +39,18 @@ class Training:
         """Returns names and values of the variables; of copies that differ, one that does."""
         alike = {id(v) for v in [*self.model.trainable_variables, *self.optimizer.variables]}
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
-        found = []
+        values = []
         for owner in [self.model, self.optimizer, *metrics]:
             for variable in () if owner is None else owner.variables:
-                first = variable.numpy()
-                copies = getattr(variable.value, "values", ()) if id(variable) in alike else ()
-                arrays = [copy.numpy() for copy in copies]
-                others = [a for a in arrays if not np.array_equal(a, first, equal_nan=True)]
+                first = value = variable.numpy()
+                if id(variable) in alike:
+                    for copy in getattr(variable.value, "values", ()):
+                        if not np.array_equal(copy.numpy(), first, equal_nan=True):
+                            value = copy.numpy()
+                            break
                 path = getattr(variable, "path", variable.name)
-                found.append((f"{type(owner).__name__}: {path}", [*others, first][0]))
-        return found
+                values.append((f"{type(owner).__name__}: {path}", value))
+        return values
 
 
 class OneDevice:
@@ -64,10 +66,7 @@ class OneDevice:
             weights = training.loss_weights
             if isinstance(weights, dict) and isinstance(training.loss, dict):
                 weights = dict.fromkeys(training.loss, 1.0) | weights
-            metrics = [
-                [chosen] if isinstance(chosen, keras.metrics.Metric) else chosen or None
-                for chosen in (training.metrics, training.weighted_metrics)
-            ]
+            metrics = _as_list(training.metrics), _as_list(training.weighted_metrics)
             self._compiled.compile("sgd", training.loss, weights, *metrics)
         traced: Any = functools.partial(tf.function, reduce_retracing=True, autograph=False)
         self.step = traced(self._train)
@@ -82,7 +81,8 @@ class OneDevice:
 
     def _loss(self, batch: Any, *, training: bool) -> tuple[Any, Any]:
         """Returns the loss and the outputs of the model."""
-        this, (x, y, weight), loss, outputs = self.training, _unpack(batch), tf.zeros([]), None
+        this, (x, y, weight) = self.training, _unpack(batch)
+        loss, outputs = tf.zeros([]), None
         if this.forward is not None:
             pair = this.forward(this.model, batch, training)
             loss = tf.math.divide_no_nan(pair.sum, pair.weight)
@@ -101,9 +101,11 @@ class OneDevice:
             loss, outputs = self._loss(batch, training=True)
             target = this.optimizer.scale_loss(loss)
         variables = this.model.trainable_variables
-        pairs = zip(tape.gradient(target, variables), variables, strict=True)
-        found = [(tf.convert_to_tensor(g), v) for g, v in pairs if g is not None]
-        gradients = [gradient for gradient, _ in found]
+        gradients, trained = [], []
+        for gradient, variable in zip(tape.gradient(target, variables), variables, strict=True):
+            if gradient is not None:
+                gradients.append(tf.convert_to_tensor(gradient))
+                trained.append(variable)
         wide = [tf.cast(gradient, tf.float64) for gradient in gradients]
         norm = tf.linalg.global_norm([*wide, tf.zeros([], tf.float64)])
         scale = tf.cast(this.optimizer.scale_loss(tf.ones([])), tf.float64)
@@ -111,13 +113,19 @@ class OneDevice:
             limit = tf.cast(this.clip_norm, tf.float64) / tf.maximum(norm, this.clip_norm)
             gradients = [gradient * tf.cast(limit, gradient.dtype) for gradient in gradients]
         if gradients:
-            this.optimizer.apply(gradients, [variable for _, variable in found])
+            this.optimizer.apply(gradients, trained)
         if self._compiled is not None:
             x, y, weight = _unpack(batch)
             self._compiled.compute_metrics(x, y, outputs, weight)
         return {"loss": loss, "gradient_norm": norm / scale}
 
 
+def _as_list(metrics: Any) -> Any:
+    """Returns metrics as Keras takes them: None for none."""
+    return [metrics] if isinstance(metrics, keras.metrics.Metric) else metrics or None
+
+
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:
-    x, y, weight = (*(batch if isinstance(batch, tuple) else (batch,)), None, None)[:3]
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    x, y, weight = (*parts, None, None)[:3]
     return x, y, weight

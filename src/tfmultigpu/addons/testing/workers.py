@@ -89,16 +89,16 @@ def run_workers(
 
 
 def _run(
-    target: Any,
+    target: Callable[..., Any] | str | os.PathLike[str],
     workers: int,
     args: list[Any],
     timeout: float,
     environment: Mapping[str, str],
     folder: Path,
 ) -> list[WorkerResult]:
-    script = isinstance(target, (str, os.PathLike))
     values = [folder / f"value-{index}" for index in range(workers)]
-    if script:
+    is_script = isinstance(target, (str, os.PathLike))
+    if isinstance(target, (str, os.PathLike)):
         commands = [[sys.executable, os.fspath(target), *map(str, args)]] * workers
     else:
         _store_call(target, args, folder / "call")
@@ -106,25 +106,39 @@ def _run(
         commands = [[*call, str(value)] for value in values]
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     addresses = free_addresses(workers)
-    own = [{**worker_environment(addresses, i, quiet), **environment} for i in range(workers)]
-    lines: list[list[bytes]] = [[] for _ in range(workers)]
-    outcome = run_together(commands, own, lambda i, line: lines[i].append(line), timeout=timeout)
+    environments: list[dict[str, str]] = []
+    lines: list[list[bytes]] = []
+    for index in range(workers):
+        environments.append({**worker_environment(addresses, index, quiet), **environment})
+        lines.append([])
+    outcome = run_together(
+        commands, environments, lambda i, line: lines[i].append(line), timeout=timeout
+    )
+
     texts = [b"".join(printed).decode(errors="replace") for printed in lines]
-    early = [i for i, value in enumerate(values) if not script and not value.exists()]
     unended = [i for i, code in enumerate(outcome.codes) if code is None]
+    early: list[int] = []
+    if not is_script:
+        early = [i for i, value in enumerate(values) if not value.exists()]
     for failed in [*outcome.failed, *unended, *early]:
         code = outcome.codes[failed]
-        end = "ended before its function returned" if code == 0 else how_it_ended(code or 1)
         if code is None:
             end = f"did not end within {timeout:g} seconds and was stopped"
+        elif code == 0:
+            end = "ended before its function returned"
+        else:
+            end = how_it_ended(code)
         raise WorkerFailedError(
             f"Worker {failed} of {workers} {end}. Its last output:\n{texts[failed][-_TAIL:]}"
         )
-    results = [None if script else pickle.loads(value.read_bytes()) for value in values]
-    return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
+    results = []
+    for index, value in enumerate(values):
+        returned = None if is_script else pickle.loads(value.read_bytes())
+        results.append(WorkerResult(index, texts[index], returned))
+    return results
 
 
-def _store_call(function: Any, args: list[Any], path: Path) -> None:
+def _store_call(function: Callable[..., Any], args: list[Any], path: Path) -> None:
     try:
         if function.__module__ == "__main__":
             raise AttributeError("The worker has another __main__.")

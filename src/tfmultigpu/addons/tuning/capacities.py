@@ -57,12 +57,14 @@ def memory_capacities(
     tell = functools.partial(WorkerExchange(strategy).floats, "capacities")
     try:
         given = _given_memory(memory, devices)
-        own = [given[name] if name in given else _memory_left(name) for name in devices]
+        left = []
+        for name in devices:
+            left.append(given[name] if name in given else _memory_left(name))
     except Exception:
         tell([math.nan] * len(devices))  # The other workers wait, and NaN tells them of the error.
         raise
-    capacities = tuple(tell(own).ravel().tolist())
-    unknown = [replica for replica, left in enumerate(capacities) if math.isnan(left)]
+    capacities = tuple(tell(left).ravel().tolist())
+    unknown = [replica for replica, size in enumerate(capacities) if math.isnan(size)]
     if unknown:
         raise DataError(
             f"Another worker could not determine the memory of its replicas {unknown}.",
@@ -72,7 +74,9 @@ def memory_capacities(
     return capacities
 
 
-def _given_memory(memory: Any, devices: Sequence[str]) -> dict[str, float]:
+def _given_memory(
+    memory: Mapping[str, float] | Sequence[float] | None, devices: Sequence[str]
+) -> dict[str, float]:
     """Returns the bytes given by the user, by device."""
     if memory is None:
         return {}
@@ -91,14 +95,18 @@ def _given_memory(memory: Any, devices: Sequence[str]) -> dict[str, float]:
 def _memory_left(name: str) -> float:
     """Returns the bytes of a device that nothing has taken yet."""
     config: Any = tf.config
-    physical = logical_to_physical().get(name, name)
-    parts = [part for part, owner in logical_to_physical().items() if owner == physical]
+    owners = logical_to_physical()
+    physical = owners.get(name, name)
+    parts = [part for part, owner in owners.items() if owner == physical]
     devices = {parse_device_name(d.name): d for d in config.list_physical_devices()}
     limits = config.get_logical_device_configuration(devices[physical]) or ()
     if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
         limit = limits[parts.index(name)].memory_limit * 1024**2  # It is in MiB.
         return float(limit - config.experimental.get_memory_info(name)["current"])
-    free = next((d.memory_free for d in list_devices() if d.name == physical), None)
+    free = None
+    for device in list_devices():
+        if device.name == physical:
+            free = device.memory_free
     if free is None:
         reason = "is not known: TensorFlow does not limit that of a CPU, and that of a GPU needs "
         reason += 'pip install "tfmultigpu[nvml]"'

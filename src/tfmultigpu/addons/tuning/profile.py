@@ -83,14 +83,16 @@ class StepProfile:
             f"{1e3 * self.seconds:.2f} ms a step, {self.throughput:.0f} examples/s"
         )
         names = ("first", "input", "call", "host", "all_reduce")
-        rows = [f"  {name:<10} {1e3 * getattr(self, name):>10.2f} ms" for name in names]
-        return "\n".join([title, *rows, self.advice])
+        lines = [title]
+        for name in names:
+            lines.append(f"  {name:<10} {1e3 * getattr(self, name):>10.2f} ms")
+        return "\n".join([*lines, self.advice])
 
     __repr__ = __str__  # A notebook shows the table.
 
 
 def profile_step(
-    step: TrainStep | ChainedStep, data: Iterable[Any], steps: int = 20
+    step: TrainStep | ChainedStep, data: Iterable[Shard], steps: int = 20
 ) -> StepProfile:
     """Measures a train step: its input, its call, its all-reduce, its first call.
 
@@ -143,14 +145,14 @@ def profile_step(
     )
 
 
-def _seconds(function: Callable[..., Any], *args: Any) -> float:
+def _seconds(function: Callable[..., Any], *args: Shard) -> float:
     """Returns the seconds until the first number of a result is known on the host."""
     begin = time.perf_counter()
     float(next(iter(function(*args).values())))
     return time.perf_counter() - begin
 
 
-def _time_run(step: Any, data: Any, steps: int) -> float:
+def _time_run(step: TrainStep | ChainedStep, data: Iterable[Shard], steps: int) -> float:
     """Returns the seconds of a step with its input, where one call runs several."""
     iterator, times, ran = iter(data), [], 0
     step.run(iterator, _CALL)  # Compiles it.
@@ -165,20 +167,26 @@ def _time_run(step: Any, data: Any, steps: int) -> float:
     return statistics.median(times)
 
 
-def _time_all_reduce(step: Any, repeats: int) -> float:
+def _time_all_reduce(step: TrainStep | ChainedStep, repeats: int) -> float:
     """Returns the seconds of adding tensors like the gradients over the replicas."""
     strategy = step.strategy
-    trained = [variable for part in step.train_steps for variable in part.variables]
-    added = [tf_variable(variable) for variable in trained if not is_sharded(variable)]
+    added = []
+    for part in step.train_steps:
+        for variable in part.variables:
+            if not is_sharded(variable):
+                added.append(tf_variable(variable))
     if strategy.num_replicas_in_sync == 1 or not added:
         return 0.0
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def add() -> dict[str, tf.Tensor]:
         copies = [strategy.experimental_local_results(variable) for variable in added]
-        replicas = [[tf.identity(copy) for copy in each] for each in zip(*copies, strict=True)]
-        sums = sum_over_replicas(strategy, [[*each, tf.ones([])] for each in replicas])
-        return {"sum": tf.add_n([tf.cast(tf.reshape(s, [-1])[0], tf.float32) for s in sums[0]])}
+        of_replicas = []
+        for own in zip(*copies, strict=True):
+            of_replicas.append([*map(tf.identity, own), tf.ones([])])
+        sums, *_ = sum_over_replicas(strategy, of_replicas)
+        firsts = [tf.cast(tf.reshape(total, [-1])[0], tf.float32) for total in sums]
+        return {"sum": tf.add_n(firsts)}
 
     add()  # Compiles it.
     return statistics.median(_seconds(add) for _ in range(repeats))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -12,13 +12,14 @@ from tfmultigpu import _compat
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import DataError
+from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Shard
+from tfmultigpu.types import KerasVariable, Shard
 
 
-def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[float, ...]:
+def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.
 
     Gives each replica in turn nearly the whole batch, while the others compute one example. The
@@ -74,17 +75,17 @@ def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[f
             "Call step(batch) once.",
         )
     most = examples - replicas + 1
-    shares = [[most if other == replica else 1 for other in range(replicas)]
-              for replica in range(replicas)]  # fmt: skip
+    # One example on each replica; then nearly all of them on one.
     cuts = [distribute_dataset(batch, strategy, batch_size=replicas)]
-    cuts += [distribute_dataset(batch, strategy, batch_size=examples, shares=s) for s in shares]
+    for replica in range(replicas):
+        shares = [1] * replicas
+        shares[replica] = most
+        cuts.append(distribute_dataset(batch, strategy, batch_size=examples, shares=shares))
     shards = [next(iter(cut)) for cut in cuts]
     # Each copy by itself: replicas may have statistics of their own.
-    copies = [
-        copy
-        for variable in _changed_by(step)
-        for copy in strategy.experimental_local_results(tf_variable(variable))
-    ]
+    copies: list[tf.Variable] = []
+    for variable in _changed_by(step):
+        copies += strategy.experimental_local_results(tf_variable(variable))
     before = [copy.numpy() for copy in copies]
     try:
         times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
@@ -106,27 +107,30 @@ def measured_capacities(step: Any, batch: Shard, *, repeats: int = 5) -> tuple[f
     return tuple(1.0 / each for each in seconds)
 
 
-def _fastest_times(train: Callable[[Any], Any], shards: list[Any], repeats: int) -> list[float]:
+def _fastest_times(
+    train: Callable[[Shard], float], shards: Sequence[Shard], repeats: int
+) -> list[float]:
     """Returns the seconds of a step on each batch, the shortest of some repeats."""
-    times: list[list[float]] = []
+    fastest = [math.inf] * len(shards)
     # In turn, so that a slow moment of the machine slows each of them.
-    for _ in range(1 + repeats):
-        times.append([])
-        for batch in shards:
+    for turn in range(1 + repeats):
+        for place, batch in enumerate(shards):
             start = time.perf_counter()
             train(batch)
-            times[-1].append(time.perf_counter() - start)
-    return [min(taken) for taken in zip(*times[1:], strict=True)]  # The first compiles.
+            seconds = time.perf_counter() - start
+            if turn > 0:  # The first compiles.
+                fastest[place] = min(fastest[place], seconds)
+    return fastest
 
 
-def _changed_by(step: Any) -> list[Any]:
+def _changed_by(step: TrainStep) -> list[KerasVariable]:
     """Returns the variables that a step may change, TensorFlow's in layers included."""
-    metrics = [variable for metric in step.metrics for variable in metric.variables]
-    plain = [
-        value
-        for layer in all_layers(step.model)
-        for value in vars(layer).values()
-        if isinstance(value, tf.Variable)
-    ]
+    changed: list[KerasVariable] = [*step.changed_variables()]
+    for metric in step.metrics:
+        changed += metric.variables
+    for layer in all_layers(step.model):
+        changed += [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
     seeds = _compat.global_seeds()
-    return [*step.changed_variables(), *metrics, *plain, *([] if seeds is None else [seeds.state])]
+    if seeds is not None:
+        changed.append(seeds.state)
+    return changed

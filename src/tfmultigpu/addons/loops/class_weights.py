@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import Scalar, Shard
 
 
-def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
+def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, Shard, Scalar]]:
     """Returns a function that adds sample weights to a batch ``(x, y)``; other classes weigh 1."""
-    import keras
-
     try:
         weights = {operator.index(key): float(weight) for key, weight in class_weight.items()}
     except (AttributeError, TypeError, ValueError):
@@ -24,9 +23,10 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
             f"class_weight={class_weight!r}",
             "Write class_weight={0: 1.0, 1: 5.0}.",
         ) from None
-    keys, values = zip(*sorted({-1: 1.0, **weights}.items()), strict=True)  # Never empty.
+    classes = sorted({-1, *weights})  # Never empty.
+    of_classes = [weights.get(number, 1.0) for number in classes]
 
-    def weigh(*batch: Any) -> tuple[Any, Any, Any]:
+    def weigh(*batch: Shard) -> tuple[Shard, Shard, Scalar]:
         x, y, sample_weight = unpack_batch(batch)
         if sample_weight is not None or y is None or tf.nest.is_nested(y):
             raise DataError(
@@ -36,18 +36,21 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
                 f"shape {_shapes_of(sample_weight)}",
                 "Give sample weights for each output: (x, y, sample_weight).",
             )
-        if y.shape.rank > 1 and y.shape[-1] > 1:  # One-hot.
-            labels = tf.argmax(y, axis=-1, output_type=tf.int32)
+        if y.shape.rank > 1 and y.shape[-1] > 1:
+            labels = tf.argmax(y, axis=-1, output_type=tf.int32)  # One-hot.
+        elif y.shape.rank > 1:
+            labels = tf.cast(tf.round(tf.squeeze(y, -1)), tf.int32)
         else:
-            labels = tf.cast(tf.round(y if y.shape.rank == 1 else tf.squeeze(y, -1)), tf.int32)
+            labels = tf.cast(tf.round(y), tf.int32)
         flat = tf.reshape(labels, [-1])
-        places = tf.minimum(tf.searchsorted(keys, flat), len(keys) - 1)
-        own = tf.gather(tf.constant(values, keras.config.floatx()), places)
-        return x, y, tf.reshape(tf.where(tf.gather(keys, places) == flat, own, 1), tf.shape(labels))
+        places = tf.minimum(tf.searchsorted(classes, flat), len(classes) - 1)
+        weight = tf.gather(tf.constant(of_classes, keras.config.floatx()), places)
+        of_rows = tf.where(tf.gather(classes, places) == flat, weight, 1)
+        return x, y, tf.reshape(of_rows, tf.shape(labels))
 
     return weigh
 
 
-def _shapes_of(tensors: Any) -> Any:
+def _shapes_of(tensors: Shard) -> Shard:
     """Returns the shapes of tensors in their structure: an error shows no value of a row."""
     return tf.nest.map_structure(lambda leaf: getattr(leaf, "shape", leaf), tensors)
