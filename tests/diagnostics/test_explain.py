@@ -216,3 +216,16 @@ def test_what_is_no_model_is_refused() -> None:
         explain(built(1)[0], "adam")
     with pytest.raises(TypeError, match=r"must be a tf.distribute.Strategy\. Received: 'mirrored'"):
         explain(built(1)[0], strategy="mirrored")
+
+
+# Fails if a table that is updated as a whole goes unmentioned, or one whose rows are is named.
+def test_a_table_that_is_updated_as_a_whole_is_named() -> None:
+    rows = keras.layers.Embedding(5000, 16)
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), rows])
+    for optimizer, whole in (("Adam", True), ("Adagrad", False)):
+        report = tmg.explain(model, getattr(keras.optimizers, optimizer)(0.1))
+        found = [each for each in report.findings if each.code == "whole-table"]
+        assert len(found) == whole
+        if whole:
+            assert "5,000 rows" in found[0].what
+            assert "320,000 bytes" in found[0].what

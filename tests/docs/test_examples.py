@@ -30,6 +30,7 @@ ALSO = {
     "memory_growth": ("came after TensorFlow had started its devices",),
     "mirrored_fit": ("no error, no warning",),
     "one_gpu_by_mistake": ("error [model-scope]", "refused: fit would run on one device"),
+    "recommender": ("in the first ten of 256 0.",),
     "several_workers": ("2 workers",),
     "sharded_by_hand": ("Replica 1 got no rows",),
     "tpu_with_fallback": ("nothing answers there", "warned: Requested but unavailable"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
+from tfmultigpu.accumulation.replicated import outside_scopes
+from tfmultigpu.accumulation.table_rows import is_table, takes_rows
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
@@ -20,7 +25,7 @@ from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.scopes import check_kinds, check_scope, refuse_one_device
+from tfmultigpu.strategies.scopes import all_layers, check_kinds, check_scope, refuse_one_device
 from tfmultigpu.strategies.topology import (
     describe,
     is_default,
@@ -93,6 +98,7 @@ def explain(
         copies = _devices_of_copies(each, strategy)
         causes.extend(_check_model(each, strategy, copies))
         causes.extend(_check_optimizer(each, own, strategy))
+        causes.extend(_check_tables(each, own))
         facts[f"model {each.name}"] = {
             "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
@@ -193,6 +199,27 @@ def _check_optimizer(
         return
     change = f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)"
     yield Finding("error", "optimizer-scope", what, why, change)
+
+
+def _check_tables(model: KerasModel, optimizer: KerasOptimizer) -> Iterator[Finding]:
+    """Finds tables of embeddings that an optimizer updates as a whole in each step."""
+    import keras
+
+    kinds = keras.layers.Embedding, keras.layers.ReversibleEmbedding
+    layers = [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.built]
+    tables = {id(v): v for layer in layers for v in layer.trainable_variables if is_table(v)}
+    for table in tables.values() if optimizer is not None else ():
+        if outside_scopes(functools.partial(takes_rows, optimizer, table)):
+            continue
+        size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
+        kind = type(unwrap_optimizer(optimizer)).__name__
+        what = f"{kind} updates all {table.shape[0]:,} rows of {table.path!r} in each step: it "
+        what += f"writes {size:,} bytes, and as many for each number that it keeps of a weight."
+        why = "It changes rows without a gradient too, or a penalty, an average or a decay does."
+        change = (
+            "keras.optimizers.Adagrad or SGD without momentum, which update the rows of a batch"
+        )
+        yield Finding("note", "whole-table", what, why, change)
 
 
 def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iterator[Finding]:
