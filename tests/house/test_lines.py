@@ -16,34 +16,34 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 20_800,
-    "src/*": 1_250,
-    "src/accumulation": 1_480,
+    "src together": 25_110,
+    "src/*": 1_430,
+    "src/accumulation": 1_790,
     "src/addons": 10,
-    "src/addons/checkpoints": 1_150,
-    "src/addons/diagnostics": 1_030,
-    "src/addons/loops": 2_580,
+    "src/addons/checkpoints": 1_270,
+    "src/addons/diagnostics": 1_160,
+    "src/addons/loops": 3_220,
     "src/addons/sharding": 990,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 810,
-    "src/addons/workers": 1_510,
+    "src/addons/verification": 1_090,
+    "src/addons/workers": 1_740,
     "src/data": 2_340,
-    "src/devices": 650,
-    "src/steps": 5_500,
-    "src/strategies": 1_590,
+    "src/devices": 700,
+    "src/steps": 6_150,
+    "src/strategies": 1_780,
     "tests together": 35_500,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
 DENSITY = {
-    "comprehensions per 1,000 lines": 46,
-    "comprehensions inside others": 18,
-    "conditional expressions per 1,000 lines": 26.6,
-    "the word Any": 1_470,
-    "objects made without their constructor": 2,
-    "attributes set from outside their object": 42,
-    "fmt: skip": 24,
+    "comprehensions per 1,000 lines": 33.5,
+    "comprehensions inside others": 9,
+    "conditional expressions per 1,000 lines": 17.8,
+    "the word Any": 1_105,
+    "objects made without their constructor": 1,
+    "attributes set from outside their object": 36,
+    "fmt: skip": 4,
 }
 
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp

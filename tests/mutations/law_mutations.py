@@ -136,8 +136,8 @@ LAW = (
     # What is decided about the whole gradient -----------------------------------------------------
     broken(
         "each replica clips before the sum",
-        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
-        '        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        sums',
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        sums",
+        '        passes = for_all_replicas(self, replica)(shards, trace)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        sums',
         NORM,
         also=(
             (
@@ -148,15 +148,15 @@ LAW = (
     ),
     broken(
         "the norm is that of one replica's gradient",
-        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
-        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        sums",
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
         NORM,
         also=(("norm = global_norm(tensors)", "norm = global_norm(trace.one)"),),
     ),
     broken(
         "whether gradients are finite is read from replica 0",
-        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        sums",
-        "        passes = phases.for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        sums",
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
         f"{SKIP}[dynamic, N=3]",
         also=(
             (

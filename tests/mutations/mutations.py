@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from block_mutations import BLOCKS
 from files_mutations import FILES
+from first_step_mutations import FIRST_STEP
 from float16_mutations import FLOAT16
 from foreign_mutations import FOREIGN
 from hooks_mutations import HOOKS
@@ -22,5 +23,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
-    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES),
+    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *FIRST_STEP),
 )

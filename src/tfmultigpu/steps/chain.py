@@ -9,7 +9,8 @@ from typing import Any
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.retraces import Facts
-from tfmultigpu.steps.runner import Looped, Runner, Step
+from tfmultigpu.steps.runner import Runner
+from tfmultigpu.steps.step import Looped, Step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep

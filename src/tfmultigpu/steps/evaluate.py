@@ -14,9 +14,11 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.retraces import Facts
-from tfmultigpu.steps.runner import Looped, ModelStep, Runner
+from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_loss, shown_step
+from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
@@ -84,7 +86,7 @@ class EvalStep(ModelStep, Looped):
 
     def look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass]]:
         """Evaluates one global batch and assigns nothing; traced."""
-        passes = phases.for_all_replicas(self, self._replica)(shards, trace)
+        passes = for_all_replicas(self, self._replica)(shards, trace)
         layout = trace.layout
         assert layout is not None
         (stats,) = sum_over_replicas(self.strategy, [[one.stats] for one in passes])[0]
@@ -96,7 +98,7 @@ class EvalStep(ModelStep, Looped):
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 
     def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Pass:
-        tracing = phases.tracing_model(self, rows)
+        tracing = tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -30,25 +30,17 @@ from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
-from tfmultigpu.steps.batch_norm import noting_moments, short_sums
+from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
-from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
-from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
-from tfmultigpu.steps.values import Gradient, Pass, Phase, Replica, Rows, Shards, Trace
+from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import as_tensor, is_list, joined, row_list, unique
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard
-
-
-class OfReplicas(Protocol):
-    """What the phases of every step need to know of it."""
-
-    strategy: tf.distribute.Strategy
-    features: tuple[Feature, ...]
 
 
 class Training(OfReplicas, Protocol):
@@ -80,82 +72,7 @@ def loss_factor(features: Sequence[Feature]) -> Any:
     return product
 
 
-# The replicas -------------------------------------------------------------------------------------
-
-
-def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
-    """Returns the function of all replicas, as features cut, loop or compile it.
-
-    ::
-
-        for each feature: replica = feature.around_replica(replica)
-        phase = each replica of this process computes its shard by replica, traced once if it can be
-        for each feature: phase = feature.around_phase(phase)
-    """
-    for feature in step.features:
-        replica = feature.around_replica(replica)
-    phase: Phase = functools.partial(traced_once, step, replica)
-    for feature in step.features:
-        phase = feature.around_phase(phase)
-    return phase
-
-
-def traced_once(
-    step: OfReplicas, replica: Callable[..., Any], shards: Shards, trace: Trace
-) -> list[Any]:
-    """Runs a function on every replica of this process, by one trace if that can serve all.
-
-    ::
-
-        first replica: function = trace of replica
-        each replica:  function(own shard, own rows, ...), with its own copies of the variables
-    """
-    if trace.known is not None:  # One device, of which the replicas have a trace already.
-        result = call_on_one_device(trace.known, shards)
-        if result is not None:
-            trace.note_known()
-            return [result]
-    trace.why_each = trace.why_each or why_each(step.strategy, step.features)
-    if not trace.why_each:
-        once = TracedOnce(step.strategy, replica, shards)
-        try:
-            return on_replicas(step.strategy, once, shards, trace)
-        except Exception:
-            if not once.why_each:
-                raise
-            trace.why_each = once.why_each
-    return on_replicas(step.strategy, replica, shards, trace)
-
-
-def on_replicas(
-    strategy: tf.distribute.Strategy, replica: Callable[..., Any], shards: Shards, trace: Trace
-) -> list[Any]:
-    """Runs a function on every replica of this process; returns the result of each."""
-    local, rows, state = (
-        per_replica(strategy, each) for each in (shards.local, shards.rows, shards.state)
-    )
-
-    def run(*args: Any) -> Any:
-        return replica(*args, trace=trace)
-
-    result = strategy.run(run, args=(local, rows, state, shards.factor, shards.total))
-
-    # TensorFlow returns one structure, whose leaves hold the values of all replicas.
-    copies = len(shards.local)
-    leaves: list[Sequence[Any]] = []
-    for leaf in tf.nest.flatten(result):
-        values = strategy.experimental_local_results(leaf)
-        leaves.append(values if len(values) == copies else values * copies)  # None is one.
-    return [tf.nest.pack_sequence_as(result, each) for each in zip(*leaves, strict=True)]
-
-
-@contextmanager
-def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
-    """Enters, on a replica, the contexts in which the code of the user is traced."""
-    with short_sums(), standing_at(rows), ExitStack() as contexts:
-        for feature in step.features:
-            contexts.enter_context(feature.around_model(rows))
-        yield
+# One replica --------------------------------------------------------------------------------------
 
 
 def train_replica(

@@ -10,14 +10,15 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.errors import DataError
-from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.retraces import Facts
-from tfmultigpu.steps.runner import ModelStep, Runner
+from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_step
+from tfmultigpu.steps.step import ModelStep
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
 from tfmultigpu.strategies.gathering import gather_rows
@@ -71,7 +72,7 @@ class PredictStep(ModelStep):
 
     def look(self, shards: Shards, trace: Trace) -> Any:
         """Predicts one global batch; traced."""
-        parts: list[Any] = phases.for_all_replicas(self, self._replica)(shards, trace)
+        parts: list[Any] = for_all_replicas(self, self._replica)(shards, trace)
         joined = join_rows(self.strategy, parts)
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
@@ -86,7 +87,7 @@ class PredictStep(ModelStep):
 
     def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Any:
         # A metric in a layer counts the rows of a small batch once, not once per copy.
-        tracing = phases.tracing_model(self, rows)
+        tracing = tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             outputs = self.model(unpack_batch(shard)[0], training=False)
         variables = deferred.variables

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -23,7 +23,6 @@ from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
@@ -317,93 +316,6 @@ class Runner:
             return logs_of(self._tallies(vectors)), vectors
 
         return tf.function(run, autograph=False)
-
-
-class Step:
-    """A computation that is called with batches: what the functions ``make_..._step`` return."""
-
-    runner: Runner
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, batch: Shard, *more: Any) -> Any:
-        """Computes one batch: an element of a distributed dataset, or a whole global batch.
-
-        Raises:
-            TypeError: It is called with several arguments.
-            DataError: The batch has no rows, or was distributed for another strategy.
-            ScopeError: It is called on a replica, or under another strategy.
-        """
-        if more:
-            raise TypeError(f"A step takes one batch, not {1 + len(more)}. Write step((x, y)).")
-        return self.runner(batch)
-
-
-class ModelStep(Step):
-    """A step of one model, with features.
-
-    Attributes:
-        features: Its optional parts, in their order.
-    """
-
-    features: tuple[Feature, ...]
-
-    @property
-    def verification(self) -> Any:
-        """The comparison of the last verified step with one device; None before the first."""
-        found = [each.verification for each in self.features if each.verification is not None]
-        return found[0] if found else None
-
-    @contextmanager
-    def around_trace(self) -> Iterator[None]:
-        """Enters the contexts in which features have all of the step traced."""
-        with ExitStack() as contexts:
-            for feature in self.features:
-                contexts.enter_context(feature.around_trace())
-            yield
-
-    def around_call(self, call: Call) -> Call:
-        """Returns a call with what features do around it."""
-        for feature in self.features:
-            call = feature.around_call(call)
-        return call
-
-    def features_on_one_device(self) -> list[Feature]:
-        """Returns what takes the place of the features in the same step on one device."""
-        others = [feature.on_one_device() for feature in self.features]
-        return [feature for feature in others if feature is not None]
-
-    def bind(self, known: Sequence[Feature] = ()) -> Self:
-        """Gives itself to its features, but not to those that are ``known`` to have a step."""
-        for feature in self.features:
-            if all(feature is not each for each in known):
-                # Features of train steps alone ask for an optimizer.
-                feature.bind(cast(BoundStep, self))
-        return self
-
-
-class Looped:
-    """A step whose results are sums, so that many batches can be computed in one call."""
-
-    runner: Runner
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
-        """Computes up to ``steps`` batches in one call, which saves the cost of calls.
-
-        Args:
-            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
-            steps: How many, at least 1.
-
-        Returns:
-            Logs, with ``"steps"``, how many ran, int64: fewer where the data ended. Losses are
-            means over these steps; weights and ``"skipped"`` are sums, the rest is of the last
-            step.
-
-        Raises:
-            DataError: It is another iterator, or for another strategy; or a batch has no rows.
-            ValueError: ``steps`` is less than 1.
-        """
-        return self.runner.run(iterator, steps)[0]
 
 
 def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfmultigpu.steps.objective import Forward
-from tfmultigpu.steps.runner import ModelStep, Runner
+from tfmultigpu.steps.runner import Runner
+from tfmultigpu.steps.step import ModelStep
 from tfmultigpu.strategies.topology import describe
 
 _DEFAULTS = {"micro_batches": 1, "shard_update": "auto"}  # Of other options it is None.

@@ -21,9 +21,11 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.replicas import for_all_replicas
 from tfmultigpu.steps.retraces import SETTING, Facts
-from tfmultigpu.steps.runner import Looped, ModelStep, Runner
+from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_loss, shown_options, shown_step
+from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls
@@ -191,7 +193,7 @@ class TrainStep(ModelStep, Looped):
         """Computes the gradient of one global batch and assigns nothing; traced."""
         shards = shards._replace(factor=phases.loss_factor(self.features))
         replica = functools.partial(phases.train_replica, self)
-        passes = phases.for_all_replicas(self, replica)(shards, trace)
+        passes = for_all_replicas(self, replica)(shards, trace)
         sums = phases.add_over_replicas(self, passes, trace)
         gradient, tally = phases.divide(self, sums, shards, passes[0].state, trace)
         return tally, passes, gradient

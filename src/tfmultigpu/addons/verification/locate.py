@@ -15,11 +15,11 @@ from tfmultigpu.addons.verification.one_device import OneDevice, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows
-from tfmultigpu.steps import phases
 from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.features.micro_batches import MicroBatches
+from tfmultigpu.steps.replicas import on_replicas, tracing_model
 from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import KerasLayer, Shard
@@ -149,7 +149,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
             return result
 
         # Keras offers no access to the outputs of layers inside a subclassed model.
-        tracing = phases.tracing_model(runs, rows)
+        tracing = tracing_model(runs, rows)
         noting = patching(keras.Operation, "__call__", call)
         with tracing, DeferredAssignments((), rows.counts()), noting:
             step.run_model(shard)
@@ -158,7 +158,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
         return rows.first, rows.count, [tf.cast(tensor, tf.float64) for _, tensor in kept]
 
     def run(local: list[Any], offsets: Any) -> Any:
-        phase: Any = functools.partial(phases.on_replicas, runs.strategy, replica)
+        phase: Any = functools.partial(on_replicas, runs.strategy, replica)
         for feature in runs.features:
             if not isinstance(feature, MicroBatches):  # In one part.
                 phase = feature.around_phase(phase)

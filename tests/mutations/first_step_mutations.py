@@ -1,0 +1,32 @@
+"""What the first step costs and says, broken on purpose."""
+
+from __future__ import annotations
+
+from mutation import broken
+
+FIRST_STEP = (
+    broken(
+        "each replica has a trace of its own",
+        "    if not trace.why_each:\n        once =",
+        "    if False:\n        once =",
+        "test_first_step.py::test_the_code_of_a_model_runs_once_for_all_replicas[False]",
+    ),
+    broken(
+        "one device has a trace of its own",
+        "Trace(known=None if self._by_itself else self.step.runner.trace)",
+        "Trace()",
+        "test_first_step.py::test_the_code_of_a_model_runs_once_for_all_replicas[first]",
+    ),
+    broken(
+        "the check takes the whole batch",
+        "held = rows if self._always else -(-rows // parts)",
+        "held = rows",
+        "test_first_step.py::test_the_check_takes_as_many_rows_as_a_replica_holds",
+    ),
+    broken(
+        "BatchNormalization is all that is said of a model",
+        'if said and outcome.outcome == "same":',
+        "if said:",
+        "test_first_step.py::test_a_second_fault_is_found_beside_batch_normalization",
+    ),
+)

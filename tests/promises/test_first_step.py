@@ -1,0 +1,95 @@
+"""What the first step costs: one trace for all replicas, and a check of a few rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+
+L = keras.layers
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X[:, :1]
+
+
+def step_of(*layers: Callable[[], Any], loss: Any = "mse", **options: Any) -> Any:
+    strategy = tmg.create_strategy(devices=4)
+    with strategy.scope():
+        made = [make() for make in layers]
+        model = keras.Sequential([keras.Input((4,)), *made, L.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+    return tmg.make_train_step(model, optimizer, loss, strategy, **options)
+
+
+def told(step: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step((X, Y))
+    kind = tmg.ReplicaDependenceWarning
+    return [str(each.message) for each in caught if issubclass(each.category, kind)]
+
+
+# Fails if each replica, or the check, has the Python code of a model run again.
+@pytest.mark.parametrize("verify", [False, "first"])
+def test_the_code_of_a_model_runs_once_for_all_replicas(verify: Any) -> None:
+    calls: list[None] = []
+
+    def counted(x: Any) -> Any:
+        calls.append(None)
+        return x
+
+    step = step_of(lambda: L.Lambda(counted), verify=verify)
+    calls.clear()  # Keras has built the model.
+    step((X, Y))
+    assert len(calls) == 1
+
+
+# Fails if the check has one device compute more rows than a replica computes.
+def test_the_check_takes_as_many_rows_as_a_replica_holds() -> None:
+    sizes: list[int] = []
+
+    def note(rows: Any) -> Any:
+        sizes.append(int(rows))
+        return rows
+
+    def loss(labels: Any, predictions: Any) -> Any:
+        rows = tf.numpy_function(note, [tf.shape(labels)[0]], tf.int32, stateful=False)
+        return tf.square(labels - predictions) + 0.0 * tf.cast(rows, tf.float32)
+
+    step = step_of(loss=loss)
+    assert told(step) == []
+    assert step.verification.outcome == "same"
+    assert max(sizes) == len(X) // 4
+
+
+# Fails if BatchNormalization that is not synchronized hides what else is wrong.
+def test_a_second_fault_is_found_beside_batch_normalization() -> None:
+    step = step_of(
+        L.BatchNormalization, lambda: L.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centred")
+    )
+    norm, other = told(step)
+    assert "tmg.synchronize_batch_norm(model)" in norm
+    assert "centred'" in other
+    (alone,) = told(step_of(L.BatchNormalization))
+    assert "tmg.synchronize_batch_norm(model)" in alone
+
+
+# Fails if TensorFlow's "the others were cancelled" is what a user reads of a wrong label.
+def test_the_error_of_a_replica_is_not_lost() -> None:
+    def loss(labels: Any, predictions: Any) -> Any:
+        return tf.gather(predictions[:, 0], tf.cast(labels[:, 0], tf.int32) + 99)
+
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
+        optimizer = keras.optimizers.SGD()
+    step = tmg.make_train_step(model, optimizer, loss, strategy, verify=False)
+    for _ in range(3):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+            step((X, Y))
