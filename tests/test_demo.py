@@ -109,7 +109,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert main(["demo"]) == 2
-    assert 'pip install "tfmultigpu[demo]"' in capsys.readouterr().err
+    assert "pip install scikit-learn" in capsys.readouterr().err
 
 
 def test_a_wrong_command_line_says_what_is_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def load_digits() -> tuple[Any, Any]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ImportError('The digits need scikit-learn: pip install "tfmultigpu[demo]"') from error
+        raise ImportError("The digits need scikit-learn: pip install scikit-learn") from error
     x, y = datasets.load_digits(return_X_y=True)
     # The last images of the file are by other writers than the first.
     order = np.random.default_rng(1).permutation(len(x))

@@ -207,7 +207,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
         refused(TfMultiGpuError, undo, lambda: limit_memory({"GPU:0": 4 * GIB}))
         three = "3 memory limits for 2 parts"
         refused(ValueError, three, lambda: split_device("GPU:0", 2, memory=[GIB, GIB, GIB]))
-        unknown = ["need a memory limit", "memory=4 * 1024**3", "tfmultigpu[nvml]"]
+        unknown = ["need a memory limit", "memory=4 * 1024**3", "pip install nvidia-ml-py"]
         refused(ValueError, unknown, lambda: split_device("GPU:0", parts=2))
         both = ["GPU:0, GPU:1, GPU:2 split or limited", "TF_FORCE_GPU_ALLOW_GROWTH"]
         refused(TfMultiGpuError, both, enable_memory_growth)

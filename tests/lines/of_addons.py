@@ -648,4 +648,4 @@ def out_of_memory(told: Told) -> None:
 def without_scikit_learn(told: Told) -> None:
     with mock.patch.dict(sys.modules, {"sklearn": None}), told():
         load_digits()
-    load_digits()  # As after pip install "tfmultigpu[demo]".
+    load_digits()  # As after pip install scikit-learn.

@@ -198,7 +198,7 @@ def _checked_sizes(
         raise ValueError(
             f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
             "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks the "
-            'driver: pip install "tfmultigpu[nvml]".'
+            "driver: pip install nvidia-ml-py."
         )
     if memory is None:
         memory = int(0.9 * (gpu.memory_free or 0)) // parts

@@ -108,8 +108,8 @@ def _memory_left(name: str) -> float:
         if device.name == physical:
             free = device.memory_free
     if free is None:
-        reason = "is not known: TensorFlow does not limit that of a CPU, and that of a GPU needs "
-        reason += 'pip install "tfmultigpu[nvml]"'
+        reason = "is not known: TensorFlow does not limit a CPU's, and asking for a GPU's needs "
+        reason += "pip install nvidia-ml-py"
     elif not config.experimental.get_memory_growth(devices[physical]):
         reason = f"is TensorFlow's already: the {free / 1024**3:.1f} GiB that the driver has left "
         reason += "have no meaning. Call tmg.enable_memory_growth() at the start"
