@@ -7,12 +7,11 @@ process of its own, one after the other; ratios are to Keras on one device.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +27,8 @@ STEPS = 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def step_of(contender: str, name: str, size: int) -> Callable[[Any, Any], Any]:
-    """Returns a function that trains on one batch of ids and labels."""
+def step_of(contender: str, name: str, size: int) -> tuple[Callable[[Any, Any], Any], float]:
+    """Returns a function that trains on one batch, and the MiB of the variables."""
     import keras
     import tensorflow as tf
 
@@ -42,7 +41,7 @@ def step_of(contender: str, name: str, size: int) -> Callable[[Any, Any], Any]:
     strategy = tmg.create_strategy(prefer=kind, devices=replicas)
     with strategy.scope():
         ids = keras.Input((IDS_OF_ROW,), dtype="int32")
-        rows = layers.Embedding(size, WIDTH)(ids)
+        rows = layers.Embedding(size, WIDTH, "zeros")(ids)  # Made without a peak.
         model = keras.Model(ids, layers.Dense(1)(layers.Flatten()(rows)))
         optimizer = getattr(keras.optimizers, name)(0.01)
         if "tmg" not in contender:
@@ -51,12 +50,12 @@ def step_of(contender: str, name: str, size: int) -> Callable[[Any, Any], Any]:
     step = None
     if "tmg" in contender:
         step = tmg.make_train_step(model, optimizer, loss, strategy, verify=False)
-    # Copies of a variable share memory until one is written to, which is no cost of a step.
+    owned = 0
     for variable in (*model.variables, *optimizer.variables):
         for copy in strategy.experimental_local_results(variable.value):
-            copy.assign(tf.identity(copy) + tf.zeros([], copy.dtype))
+            owned += copy.shape.num_elements() * copy.dtype.size
     if step is not None:
-        return lambda x, y: step((x, y))["loss"]
+        return lambda x, y: step((x, y))["loss"], owned / 2**20
 
     if contender == "gather and scatter":
         table, kernel, bias = (variable.value for variable in model.trainable_variables)
@@ -74,7 +73,7 @@ def step_of(contender: str, name: str, size: int) -> Callable[[Any, Any], Any]:
                 variable.assign_sub(0.01 * gradient)
             return value
 
-        return look_up
+        return look_up, owned / 2**20
 
     def train(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -94,7 +93,7 @@ def step_of(contender: str, name: str, size: int) -> Callable[[Any, Any], Any]:
         ]
         return strategy.reduce("SUM", strategy.run(train, args=tuple(values)), axis=None)
 
-    return tf.function(run, autograph=False)
+    return tf.function(run, autograph=False), owned / 2**20
 
 
 def measure(contender: str, optimizer: str, size: int) -> tuple[float, float]:
@@ -108,33 +107,24 @@ def measure(contender: str, optimizer: str, size: int) -> tuple[float, float]:
     x = tf.constant(random.integers(0, size, (STEPS, ROWS, IDS_OF_ROW)), tf.int32)
     y = tf.constant(random.normal(size=(STEPS, ROWS, 1)), tf.float32)
     batches = list(zip(tf.unstack(x), tf.unstack(y), strict=True))
-    step = step_of(contender, optimizer, size)
-    gc.collect()
     before = _resident()
-    seen, ends = [before], threading.Event()
-    watcher = threading.Thread(target=lambda: _watch(seen, ends))
-    watcher.start()
-    for batch in batches[:5]:  # Looking at the memory slows none of the steps that are timed.
-        float(step(*batch))
-    ends.set()
-    watcher.join()
-
+    step, owned = step_of(contender, optimizer, size)
     times = []
     for batch in batches:
         began = time.perf_counter()
         float(step(*batch))
         times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times), max(seen) - before
-
-
-def _watch(seen: list[float], ends: threading.Event) -> None:
-    while not ends.wait(0.0005):
-        seen.append(_resident())
+    return 1000 * statistics.median(times), _peak() - before - owned
 
 
 def _resident() -> float:
     """Returns the memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20
+
+
+def _peak() -> float:
+    """Returns the most that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def in_child(contender: str, optimizer: str, size: int) -> tuple[float, float]:
