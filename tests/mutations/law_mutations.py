@@ -92,8 +92,9 @@ LAW = (
     ),
     broken(
         "an embedding row that is looked up twice gets one gradient, not two",
-        "    gradient = tf.convert_to_tensor(gradient)  # Rows",
-        "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
+        "gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])",
+        "gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), "
+        "gradient.indices[:, None], gradient.values)",
         NORM,
     ),
     broken(
@@ -164,8 +165,8 @@ LAW = (
                 "        gradient = feature.on_gradient(gradient)\n        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
             ),
             (
-                "import global_norm, sum_dtype\n",
-                "import all_finite, global_norm, sum_dtype\n",
+                "import global_norm, scaled, sum_dtype\n",
+                "import all_finite, global_norm, scaled, sum_dtype\n",
             ),
         ),
     ),
@@ -321,8 +322,8 @@ LAW = (
     ),
     broken(
         "a batch that divides evenly is verified with all its rows",
-        "fewer = divides and",
-        "fewer = False and",
+        "uneven = most if most % parts else most - 1",
+        "uneven = most",
         "test_touching_rows.py::test_the_first_batch_that_does_not_divide_evenly_is_checked_too",
     ),
 )

@@ -19,7 +19,7 @@ STATE = (
     ),
     broken(
         "the check runs what it cannot put back",
-        "        self._refuse_what_stays()\n",
+        "        _refuse_what_stays(step)\n",
         "",
         STAYS,
     ),
