@@ -74,7 +74,9 @@ def test_a_second_fault_is_found_beside_batch_normalization() -> None:
     step = step_of(
         L.BatchNormalization, lambda: L.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centred")
     )
-    norm, other = told(step)
+    said = told(step)
+    assert len(said) == 2
+    norm, other = said
     assert "tmg.synchronize_batch_norm(model)" in norm
     assert "centred'" in other
     (alone,) = told(step_of(L.BatchNormalization))
