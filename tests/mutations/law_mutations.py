@@ -92,8 +92,8 @@ LAW = (
     ),
     broken(
         "an embedding row that is looked up twice gets one gradient, not two",
-        "    gradient = tf.convert_to_tensor(gradient)  # Rows",
-        "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
+        "    tensor = as_tensor(gradient, shape)  # Rows",
+        "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    tensor = as_tensor(gradient, shape)  # Rows",
         NORM,
     ),
     broken(
@@ -164,7 +164,7 @@ LAW = (
                 "        gradient = feature.on_gradient(gradient)\n        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
             ),
             (
-                "import global_norm, sum_dtype\n",
+                "import global_norm, scaled, sum_dtype\n",
                 "import all_finite, global_norm, sum_dtype\n",
             ),
         ),
