@@ -165,7 +165,7 @@ LAW = (
             ),
             (
                 "import global_norm, scaled, sum_dtype\n",
-                "import all_finite, global_norm, sum_dtype\n",
+                "import all_finite, global_norm, scaled, sum_dtype\n",
             ),
         ),
     ),

@@ -29,8 +29,8 @@ REMAT = (
     ),
     broken(
         "predictions leave functions of a RematScope to TensorFlow",
-        "[Draws(), CallOnce()], verify))",
-        "[Draws()], verify))",
+        "        model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)\n",
+        "        model, strategy, _features(strategy, [Draws(), Lookups()], verify)\n",
         SCOPE,
     ),
     broken(

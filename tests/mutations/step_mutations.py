@@ -104,8 +104,8 @@ STEPS = (
     # test_shard_update ----------------------------------------------------------------------------
     broken(
         "the owner's value reaches the replicas after it only",
-        "if number != owner:",
-        "if number > owner:",
+        "if number == owner:",
+        "if number <= owner:",
         f"{OWNERS}[SGD with momentum, clip_norm, EMA]",
         f"{OWNERS}[AdamW, EMA]",
     ),
