@@ -292,21 +292,29 @@ def _divide_here(
     tally = Tally.of_step(
         layout, sums_of_losses, weights, penalty, total, skipped=skipped, last=last
     )
-    cast = zip(gradient.tensors, trace.updated, strict=True)
-    tensors = tuple(tf.cast(tensor, variable.dtype) for tensor, variable in cast)
+    pairs = zip(gradient.tensors, trace.updated, strict=True)
+    tensors = tuple(_for_update(step, *pair) for pair in pairs)
     return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
 
 
 def _settle_lists(step: Training, trained: _Trained) -> None:
-    """Makes the lists of a table dense, unless its rows alone can be updated."""
+    """Makes the lists of a table dense, if something needs all of its rows before the update."""
     variable = trained.variable
     all_lists = all(is_list(gradient_sum) for _, gradient_sum in trained.sums)
-    stays = all_lists and trained.assigned is None and keeps_lists(step.features)
-    if stays and step.update.takes_rows(variable):
+    is_alone = trained.assigned is None and getattr(variable, "regularizer", None) is None
+    if all_lists and is_alone and keeps_lists(step.features):
         return
     with step.update.at(variable):
         for place, (target, gradient_sum) in enumerate(trained.sums):
             trained.sums[place] = target, as_tensor(gradient_sum, variable.shape)
+
+
+def _for_update(step: Training, gradient: Any, variable: KerasVariable) -> Any:
+    """Returns a gradient as the optimizer takes it: of its dtype, and no list for all rows."""
+    if is_list(gradient) and not step.update.takes_rows(variable):
+        with step.update.at(variable):
+            gradient = as_tensor(gradient, variable.shape)
+    return tf.cast(gradient, variable.dtype)
 
 
 def keeps_lists(features: Sequence[Feature]) -> bool:
