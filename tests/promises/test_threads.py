@@ -268,7 +268,8 @@ def test_one_step_serves_several_threads() -> None:
         if steps and not begun:
             begun.extend(pool.submit(steps[0], (X, Y)) for _ in range(11))
             assert not others.wait(2), "a second call is traced meanwhile"
-        others.set()
+        elif begun:  # Keras has called the layer before, when it built the model.
+            others.set()
 
     with strategy.scope():
         model, optimizer = model_of(meet, 3), keras.optimizers.Adam(0.1)

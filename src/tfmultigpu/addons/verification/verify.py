@@ -24,7 +24,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.batches import cut_batch
-from tfmultigpu.steps.failures import line_on_memory
+from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
@@ -92,7 +92,8 @@ class Verify(Feature):
             return call(batch)
         found, later = [self._later] if self._later else [], None
         if not found:
-            self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
+            with explaining_failures(self._strategy):
+                self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
             with saying_if_slow(
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
