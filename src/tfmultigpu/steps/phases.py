@@ -2,7 +2,7 @@
 
 A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions in their order::
 
-    phase = for_all_replicas(step, train_replica)     as features cut, loop or compile it
+    phase = for_all_replicas(step, train_replica)     in replicas.py: cut, looped, traced once
     passes = phase(shards, trace)                     each replica: forward, backward -> Pass
     sums = add_over_replicas(step, passes, trace)     the one addition
     gradient, tally = divide(step, sums, shards, ...) the one division; penalties; features

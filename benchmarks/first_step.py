@@ -1,0 +1,147 @@
+"""Times the first step, and those after it, by the number of replicas.
+
+``python benchmarks/first_step.py --network transformer --replicas 1 8`` prints a line for each
+contender, each in a process of its own: the loop by hand, ours traced for each replica, ours as it
+is, and ours with the check of the first step. CPU seconds are compared, because programs beside it
+slow the clock more than the processor; the peak is of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import time
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+BATCH, LAYERS = 16, 12
+CONTENDERS = ("by hand", "for each", "ours", "checked")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", nargs="+", default=["transformer", "resnet50", "mlp"])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    asked = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for case in itertools.product(asked.network, asked.replicas, asked.only):
+        with get_context("spawn").Pool(1) as pool:
+            print(json.dumps(pool.apply(measure, case)), flush=True)
+
+
+def measure(network: str, replicas: int, who: str) -> dict[str, Any]:
+    """Returns seconds and CPU seconds of the first step, milliseconds of others, and the peak."""
+    import tfmultigpu as tmg
+
+    if replicas > 1:
+        tmg.split_device("CPU:0", parts=replicas)
+    strategy = tmg.create_strategy(devices=replicas)
+    step, batch = _by_hand(network, strategy) if who == "by hand" else _ours(network, strategy, who)
+    began, processor = time.perf_counter(), time.process_time()
+    step(batch)
+    first, processor = time.perf_counter() - began, time.process_time() - processor
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        step(batch)
+        times.append(1e3 * (time.perf_counter() - began))
+    return {
+        "network": network,
+        "replicas": replicas,
+        "who": who,
+        "first_s": round(first, 1),
+        "first_cpu_s": round(processor, 1),
+        "step_ms": round(statistics.median(times), 1),
+        "peak_mib": [peak // 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024],
+    }
+
+
+def build(network: str) -> Any:
+    """Returns one of the models."""
+    import keras
+
+    layers = keras.layers
+    keras.utils.set_random_seed(0)
+    if network == "resnet50":
+        return keras.applications.ResNet50(
+            weights=None, input_shape=(32, 32, 3), classes=10, classifier_activation=None
+        )
+    if network == "mlp":
+        hidden = [layers.Dense(64, "relu"), layers.Dense(64, "relu")]
+        return keras.Sequential([keras.Input((32,)), *hidden, layers.Dense(10)])
+    ids = keras.Input((16,), dtype="int32")
+    x = layers.Embedding(100, 64)(ids)
+    for _ in range(LAYERS):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 16)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(64)(layers.Dense(128, "gelu")(x)))
+    return keras.Model(ids, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _batch(network: str) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    labels = (np.arange(BATCH) % 2).astype("int32")
+    if network == "transformer":
+        return random.integers(0, 100, (BATCH, 16)).astype("int32"), labels
+    shape = (BATCH, 32, 32, 3) if network == "resnet50" else (BATCH, 32)
+    return random.normal(size=shape).astype("float32"), labels
+
+
+def _ours(network: str, strategy: Any, who: str) -> tuple[Any, Any]:
+    import keras
+
+    import tfmultigpu as tmg
+
+    class ForEach(tmg.steps.Feature):  # type: ignore[misc]
+        """Has each replica traced by itself."""
+
+        def around_replica(self, replica: Any) -> Any:
+            return replica
+
+    with strategy.scope():
+        model, optimizer = build(network), keras.optimizers.Adam()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    features = [ForEach()] if who == "for each" else []
+    verify = "first" if who == "checked" else False
+    step = tmg.make_train_step(model, optimizer, loss, strategy, verify=verify, features=features)
+    return lambda batch: float(step(batch)["loss"]), _batch(network)
+
+
+def _by_hand(network: str, strategy: Any) -> tuple[Any, Any]:
+    import keras
+    import tensorflow as tf
+
+    with strategy.scope():
+        model, optimizer = build(network), keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+
+    def replica(batch: Any) -> Any:
+        x, labels = batch
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_sum(losses) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients])
+        return loss
+
+    @tf.function
+    def step(batch: Any) -> Any:
+        losses = strategy.run(replica, args=(batch,))
+        return strategy.reduce("SUM", losses, axis=None)
+
+    dataset = tf.data.Dataset.from_tensors(_batch(network)).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    return lambda batch: float(step(batch)), next(batches)
+
+
+if __name__ == "__main__":
+    main()
