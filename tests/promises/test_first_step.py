@@ -24,7 +24,9 @@ def step_of(*layers: Callable[[], Any], loss: Any = "mse", **options: Any) -> An
         made = [make() for make in layers]
         model = keras.Sequential([keras.Input((4,)), *made, L.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
-    return tmg.make_train_step(model, optimizer, loss, strategy, **options)
+    return tmg.make_train_step(
+        model, optimizer, loss, strategy, features=[tmg.steps.OneTrace()], **options
+    )
 
 
 def told(step: Any) -> list[str]:
@@ -92,7 +94,9 @@ def test_the_error_of_a_replica_is_not_lost() -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
         optimizer = keras.optimizers.SGD()
-    step = tmg.make_train_step(model, optimizer, loss, strategy, verify=False)
+    step = tmg.make_train_step(
+        model, optimizer, loss, strategy, verify=False, features=[tmg.steps.OneTrace()]
+    )
     for _ in range(3):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
             step((X, Y))

@@ -107,7 +107,7 @@ def test_what_a_forward_may_not_return_and_what_several_models_need() -> None:
     loss = tmg.LossSum(tf.constant(1.0), 1)
     for returned, text in (
         (tf.constant(1.0), r"returns a sum .* Received: .*Tensor.*\. Return tmg\.loss_sum"),
-        (tmg.LossSum(tf.ones([2]), 2), r"Received: LossSum.*shape=\(2,\)"),
+        (tmg.LossSum(tf.ones([2]), 2), r"Received: LossSum\(sum=\[1, 1\], weight=2\)"),
         ((loss, {"size": (1.0, 1.0)}), r"Received: \(LossSum.* keras\.metrics\.Mean in it"),
     ):
         wrong = lambda model, batch, training, returned=returned: returned  # noqa: E731

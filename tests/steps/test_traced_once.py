@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import Feature
+from tfmultigpu.steps import Feature, OneTrace
 
 L = keras.layers
 FLOAT = {"dtype": "float64"}
@@ -101,8 +101,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ONE_TRACE)
 def test_one_trace_gives_what_a_trace_for_each_gives(kind: str, options: dict[str, Any]) -> None:
-    once, trace = trained(kind, (), **options)
-    each, other = trained(kind, (ForEach(),), **options)
+    once, trace = trained(kind, (OneTrace(),), **options)
+    each, other = trained(kind, (OneTrace(), ForEach()), **options)
     assert trace.why_each == ""
     assert other.why_each == "ForEach changes the function of each replica"
     for one, two in zip(once, each, strict=True):
@@ -118,7 +118,7 @@ def test_one_trace_gives_what_a_trace_for_each_gives(kind: str, options: dict[st
     ],
 )
 def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> None:
-    _, trace = trained(kind, ())
+    _, trace = trained(kind, (OneTrace(),))
     assert why in trace.why_each
 
 
@@ -134,11 +134,13 @@ def test_the_python_code_of_a_model_runs_once_for_all_replicas() -> None:
         model = keras.Sequential([keras.Input((4,)), L.Lambda(counted), L.Dense(1)])
         optimizer = keras.optimizers.SGD()
     calls.clear()
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    step = tmg.make_train_step(
+        model, optimizer, "mse", strategy, verify=False, features=[OneTrace()]
+    )
     step((X[:, 0], Y[:, None]))
     assert len(calls) == 1
     calls.clear()  # Nor again for the check of the first step.
-    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, features=[OneTrace()])
     step((X[:, 0], Y[:, None]))
     assert step.verification.outcome == "same"
     assert len(calls) == 1
@@ -155,7 +157,9 @@ def test_the_error_of_a_replica_is_not_lost() -> None:
         with strategy.scope():
             model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
             optimizer = keras.optimizers.SGD()
-        return tmg.make_train_step(model, optimizer, out_of_range, strategy, verify=False)
+        return tmg.make_train_step(
+            model, optimizer, out_of_range, strategy, verify=False, features=[OneTrace()]
+        )
 
     strategy = tmg.create_strategy(devices=2)
     step, batch = step_of(), (X[:6, 0], Y[:6, None])

@@ -4,6 +4,7 @@ from tfmultigpu.steps.batch_norm import synchronize_batch_norm
 from tfmultigpu.steps.chain import ChainedStep, chain_steps
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.one_trace import OneTrace
 from tfmultigpu.steps.global_rows import gather_rows, rows
 from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.steps.objective import Objective
@@ -17,6 +18,7 @@ __all__ = [
     "Feature",
     "Gradient",
     "Objective",
+    "OneTrace",
     "Pass",
     "PredictStep",
     "Rows",

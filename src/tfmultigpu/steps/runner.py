@@ -26,7 +26,6 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
-from tfmultigpu.steps.traced_once import why_each
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Shard
@@ -169,7 +168,7 @@ class Runner:
         try:
             result, vectors = self.function.run(*batch)
         except tf.errors.CancelledError:
-            if self._why_each or why_each(self.strategy, ()):
+            if self._why_each or not self.trace.functions:
                 raise
             self._trace_for_each()
             result, vectors = self.function.run(*batch)  # Which raises what was lost.
@@ -235,7 +234,7 @@ class Runner:
         try:
             yield
         except tf.errors.CancelledError as error:
-            if self._why_each or why_each(self.strategy, ()):
+            if self._why_each or not self.trace.functions:
                 raise
             self._trace_for_each()
             raise TfMultiGpuError(

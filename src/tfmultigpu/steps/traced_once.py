@@ -50,6 +50,8 @@ def why_each(strategy: tf.distribute.Strategy, features: Sequence[Feature]) -> s
     Returns:
         A reason, for a person; "" if one trace may serve all.
     """
+    if not any(feature.traces_once for feature in features):
+        return "no feature asks for one trace, as OneTrace does"
     replicas = len(local_replicas(strategy))
     if replicas == 1:
         return "this process has one replica"

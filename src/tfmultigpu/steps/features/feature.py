@@ -53,6 +53,7 @@ class Feature:
         takes_lists: Whether ``on_gradient`` and ``after_update`` take, for a large table, a list of
             unique rows, a ``tf.IndexedSlices``. Else they get a tensor, which costs its size.
         colocates_gradients: Whether gradients are computed where the forward pass was.
+        traces_once: Whether the function of a replica is traced once for all, if it can be.
         loop: Runs the micro-batches after the first in another way than one after the other.
         verification: What a feature that holds its step to one device has found.
     """
@@ -60,6 +61,7 @@ class Feature:
     variables: Sequence[KerasVariable] = ()
     takes_lists = False
     colocates_gradients = False
+    traces_once = False
     loop: Loop | None = None
     verification: Any = None
 
