@@ -85,6 +85,16 @@ def test_a_second_fault_is_found_beside_batch_normalization() -> None:
     assert "tmg.synchronize_batch_norm(model)" in alone
 
 
+# Fails if the statistics that each replica has kept by itself are taken for a second fault.
+def test_a_model_that_was_trained_before_has_no_second_fault() -> None:
+    trained = step_of(L.BatchNormalization, verify=False)
+    for _ in range(2):
+        trained((X, Y))
+    model, optimizer = trained.model, trained.optimizer
+    step = tmg.make_train_step(model, optimizer, "mse", trained.strategy, verify=True)
+    assert [len(told(step)) for _ in range(2)] == [1, 1]
+
+
 # Fails if TensorFlow's "the others were cancelled" is what a user reads of a wrong label.
 def test_the_error_of_a_replica_is_not_lost() -> None:
     def loss(labels: Any, predictions: Any) -> Any:

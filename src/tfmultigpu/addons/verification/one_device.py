@@ -120,10 +120,8 @@ class OneDevice:
 
     def _look(self, batch: Shard) -> tuple[Any, ...]:
         # What replicas call, traced already, serves for the batch in one piece as well.
-        strategy, self.trace = (
-            self.twin.strategy,
-            Trace(known=None if self._by_itself else self.step.runner.trace),
-        )
+        self.trace = Trace(known=None if self._by_itself else self.step.runner.trace)
+        strategy = self.twin.strategy
         self._touched = Touched()
         with sharing_seeds(self.strategy), self._touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))

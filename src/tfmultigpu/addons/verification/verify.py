@@ -7,19 +7,17 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu import _compat
-from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, explain_norms, locate
 from tfmultigpu.addons.verification.one_device import OneDevice
 from tfmultigpu.addons.verification.putting_back import putting_back
+from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
@@ -31,10 +29,10 @@ from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.steps.values import Batch, Call, Rows
+from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import KerasLayer, Shard
+from tfmultigpu.types import Shard
 
 Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
 
@@ -58,6 +56,7 @@ class Verify(Feature):
 
     verification: Verification | None = None
     _device: OneDevice | None = None
+    _without_norms: TrainStep | None = None
     _kinds = 0
     _due = True  # Whether batches are seen; all are, until the first is verified,
     _later: Verification | None = None  # or the first uneven one is there, that this is said of.
@@ -101,7 +100,8 @@ class Verify(Feature):
                 found, later = self._verified(batch, rows, is_even=bool(is_even))
         result = call(batch)
         self._later, self._due = later, bool(self._always or later)
-        self._device = self._device if self._due else None
+        if not self._due:
+            self._device = self._without_norms = None
         if self.verification is None or self.verification.outcome != "different":
             self.verification = found[0]
         for outcome in found:
@@ -163,9 +163,11 @@ class Verify(Feature):
         return [*said, outcome], later
 
     def _without(self, step: TrainStep, batch: Batch) -> TrainStep:
-        """Returns the step with layers that normalize by what they remember, as in inference."""
-        others = [feature for feature in step.features if feature is not self]
-        other = step.with_features([*others, NormalizeByState()])
+        """Returns the step with layers that do not normalize by the rows of their replica."""
+        if self._without_norms is None:  # With verify=True it is asked for at each step.
+            others = [feature for feature in step.features if feature is not self]
+            self._without_norms = step.with_features([*others, WithoutMoments()])
+        other = self._without_norms
         structure, leaves, _ = batch
         specs = [leaf if leaf is None else any_rows(leaf) for leaf in leaves[0]]
         other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
@@ -279,23 +281,6 @@ class _Comparison:
     verification: Verification
     one: _One | None
     beyond: Sequence[Quantity] = ()
-
-
-class NormalizeByState(Feature):
-    """Has batch normalization use its moving statistics, which do not depend on the cut."""
-
-    def on_one_device(self) -> Feature:
-        """Returns the same."""
-        return self
-
-    def around_model(self, rows: Rows) -> AbstractContextManager[None]:
-        """Gives the moving mean and variance in place of what the rows have."""
-
-        def moments(original: Any, layer: KerasLayer, inputs: tf.Tensor, mask: Any) -> Any:
-            state = layer.moving_mean, layer.moving_variance
-            return tuple(tf.cast(each, inputs.dtype) for each in state)
-
-        return patching(_compat.home_of("_moments"), "_moments", moments)
 
 
 def _warn_of(outcome: Verification) -> None:
