@@ -168,7 +168,7 @@ class Runner:
         try:
             result, vectors = self.function.run(*batch)
         except tf.errors.CancelledError:
-            if self._why_each or not self.trace.functions:
+            if not self.trace.functions:
                 raise
             self._trace_for_each()
             result, vectors = self.function.run(*batch)  # Which raises what was lost.
@@ -234,7 +234,7 @@ class Runner:
         try:
             yield
         except tf.errors.CancelledError as error:
-            if self._why_each or not self.trace.functions:
+            if not self.trace.functions:
                 raise
             self._trace_for_each()
             raise TfMultiGpuError(

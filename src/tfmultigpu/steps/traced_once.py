@@ -137,7 +137,7 @@ class TracedOnce:
         with (
             setting(context, merge_call=merge_call),
             patching(tf.distribute.ReplicaContext, "replica_id_in_sync_group", number),
-            patching(tf.distribute.ReplicaContext, "num_replicas_in_sync", count),
+            # A context asks its strategy.
             patching(tf.distribute.Strategy, "num_replicas_in_sync", count),
         ):
             yield

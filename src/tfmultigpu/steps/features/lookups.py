@@ -31,7 +31,7 @@ class Lookups(Feature):
     """Has ``tf.gather``, by which Keras looks up rows, read them from the variable.
 
     It is done for tables whose rows are updated alone, and for those on another device, of which
-    only rows are then copied. _Value other is read as Keras reads it.
+    only rows are then copied. Any other is read as Keras reads it.
     """
 
     def bind(self, step: _Value) -> None:
@@ -49,13 +49,6 @@ class Lookups(Feature):
         if not tables:
             yield
             return
-
-        def gather(
-            original: _Value, params: _Value, indices: _Value, *args: _Value, **options: _Value
-        ) -> _Value:
-            of_rows = not args and options.get("axis") in (None, 0) and options.keys() <= {"axis"}
-            read = _reader(params) if of_rows and id(params) in tables else None
-            return read(indices) if read else original(params, indices, *args, **options)
 
         def look_up(original: _Value, *args: _Value, **options: _Value) -> _Value:
             read = None
