@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import tensorflow as tf
 
 Prefer: TypeAlias = Literal["auto", "tpu", "multi_worker", "mirrored", "one_device"]
@@ -31,8 +32,20 @@ Data: TypeAlias = Any  # What ``distribute_dataset`` takes or returns.
 Batches: TypeAlias = "tf.data.Dataset[Any]"  # Of batches, of examples, or of elements of a cut.
 Scalar: TypeAlias = Any  # A tensor of shape (), or a number.
 Tensor: TypeAlias = Any  # Dense, ragged or sparse.
+Nested: TypeAlias = Any  # A structure of tensors, or of values of replicas.
 Shard: TypeAlias = Any  # The rows of a replica, or a batch: a nested structure of tensors.
 BatchSpec: TypeAlias = Any  # The type specs of a batch, in its structure.
+Loss: TypeAlias = Any  # What ``compile`` takes: a Keras loss, its name, a function, or several.
+KerasLoss: TypeAlias = Any  # A ``keras.losses.Loss``.
+Metrics: TypeAlias = Any  # What ``compile`` takes as metrics.
+SeedGenerator: TypeAlias = Any  # Of ``keras.random``.
+Graph: TypeAlias = Any  # Its public class has no types for what is inside, nor have the next.
+Operation: TypeAlias = Any  # A node of a graph, or of the function that a node calls.
+ConcreteFunction: TypeAlias = Any
+Dtype: TypeAlias = Any  # What ``tf.as_dtype`` takes.
+Function: TypeAlias = Callable[..., Any]  # Of a user or of TensorFlow, called as it is.
+Context: TypeAlias = AbstractContextManager[Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Model(Protocol):
