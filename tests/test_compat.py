@@ -18,6 +18,7 @@ from small_problem import X, Y, crossentropy, mlp
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
+from tfmultigpu.addons.loops import _private as loops_private
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.addons.workers import _private as workers_private
 
@@ -31,9 +32,8 @@ def built(optimizer, *variables):
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the files name; a new one needs a test."""
-    source = "".join(
-        Path(module.__file__).read_text() for module in (_compat, _private, workers_private)
-    )
+    modules = _compat, loops_private, _private, workers_private
+    source = "".join(Path(module.__file__).read_text() for module in modules)
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     assert private == {
         "_add_control_inputs",
@@ -202,7 +202,7 @@ def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
 def test_whether_batches_are_profiled_is_known(tmp_path):
     for batches, expected in ((0, False), (2, True), ((3, 5), True)):
         callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
-        assert _compat.profiles_batches(callback) is expected
+        assert loops_private.profiles_batches(callback) is expected
 
 
 # What an optimizer was built for ------------------------------------------------------------------
@@ -262,14 +262,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = _compat.compile_arguments(model)
+    arguments = loops_private.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert _compat.compile_arguments(model) is arguments
+    assert loops_private.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert _compat.compile_arguments(model) is not arguments
+    assert loops_private.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -278,7 +278,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = loops_private.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -289,19 +289,19 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
+    again, same, *_ = loops_private.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert loops_private.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
     with strategy_of(2).scope():
         model = mlp()
         model.compile(loss="mse", metrics=["mae"])
-    for attributes in (_compat.without_building(), {}):
+    for attributes in (loops_private.without_building(), {}):
         with setting(model, **attributes):
             model._maybe_symbolic_build(data_batch=(X, X[:, :4]))
         assert model._compile_metrics.built is (not attributes)

@@ -22,6 +22,7 @@ LAYERS = (
     "errors",
     "arguments",
     "types",
+    "lists",
     "_compat",
     "_patch",
     "_version",
@@ -43,7 +44,7 @@ LAYERS = (
     "demo",
     "__main__",
 )
-ALONE = ("errors", "types", "_compat", "_patch", "_version")
+ALONE = ("errors", "types", "lists", "_patch", "_version")
 # The core imports an add-on here alone, inside a function: only when it is asked for.
 DOORS = {
     "steps.make -> addons.verification.__init__",
@@ -55,6 +56,7 @@ PAIRS = {"addons.testing.workers -> addons.workers.processes"}
 # An add-on holds the private names that only it needs.
 PRIVATE = [
     "_compat",
+    "addons.loops._private",
     "addons.sharding._private",
     "addons.workers._private",
 ]

@@ -1,4 +1,4 @@
-"""Private attributes of TensorFlow and Keras; no other file touches any.
+"""Private attributes of TensorFlow and Keras; no other file of the core touches any.
 
 Each function names the attribute, why the public API is not enough, and what happens without it.
 ``tests/test_compat.py`` fails if one of them changes.
@@ -11,14 +11,32 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
+
+from tfmultigpu.types import (
+    ConcreteFunction,
+    Data,
+    Function,
+    Graph,
+    KerasLayer,
+    KerasMetric,
+    KerasModel,
+    KerasOptimizer,
+    KerasVariable,
+    Operation,
+    Options,
+    SeedGenerator,
+    Shard,
+    Tensor,
+    Untyped,
+)
 
 _MASK = "_keras_mask"
 
 
-def keras_mask(tensor: Any) -> Any:
+def keras_mask(tensor: Tensor) -> Tensor | None:
     """Returns the mask that Keras layers attached to a tensor, or None.
 
     Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would walk through the layers
@@ -27,12 +45,12 @@ def keras_mask(tensor: Any) -> Any:
     return getattr(tensor, _MASK, None)
 
 
-def set_keras_mask(tensor: Any, mask: Any) -> None:
+def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
     """Attaches a mask to a tensor, as Keras layers do; private as above."""
     setattr(tensor, _MASK, mask)
 
 
-def waits_for_shapes(metric: Any) -> bool:
+def waits_for_shapes(metric: KerasMetric) -> bool:
     """Returns whether a metric creates variables in its first update.
 
     Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics without any
@@ -41,17 +59,18 @@ def waits_for_shapes(metric: Any) -> bool:
     return not metric.variables or not getattr(metric, "_built", True)
 
 
-def layers_inside(model: Any) -> list[Any]:
+def layers_inside(model: KerasModel) -> list[KerasLayer]:
     """Returns every layer inside a model or layer.
 
     Private: ``layer._flatten_layers``. The public ``model.layers`` leaves out the layers inside a
     user-defined layer, which is all that is seen without it.
     """
-    flatten: Any = getattr(model, "_flatten_layers", None)
-    return list(getattr(model, "layers", ())) if flatten is None else flatten(include_self=False)
+    if not hasattr(model, "_flatten_layers"):
+        return list(getattr(model, "layers", ()))
+    return list(model._flatten_layers(include_self=False))
 
 
-def keeping_sums() -> dict[str, Any]:
+def keeping_sums() -> Options:
     """Returns attributes with which ``optimizer.apply`` does not all-reduce gradients once more.
 
     Private: ``optimizer._all_reduce_sum_gradients``, of which these make the identity. Keras offers
@@ -62,7 +81,7 @@ def keeping_sums() -> dict[str, Any]:
     return {"_all_reduce_sum_gradients": lambda pairs: pairs}
 
 
-def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
+def strategy_of_optimizer(optimizer: KerasOptimizer) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a Keras optimizer was created.
 
     Private: ``optimizer._distribution_strategy``. A variable of a ``OneDeviceStrategy`` does not
@@ -81,11 +100,11 @@ def strategies_were_made() -> bool:
     """
     from tensorflow.python.distribute import distribute_lib
 
-    gauge: Any = getattr(distribute_lib, "distribution_strategy_replica_gauge", None)
+    gauge: Untyped = getattr(distribute_lib, "distribution_strategy_replica_gauge", None)
     return gauge is None or gauge.get_cell("num_replicas").value() > 0
 
 
-def variables_of(concrete: Any) -> list[tuple[Any, tf.DType]]:
+def variables_of(concrete: ConcreteFunction) -> list[tuple[Tensor, tf.DType]]:
     """Returns the handle and the dtype of each variable that a concrete function can assign.
 
     Private: ``_handle_data`` of a resource, which tells the dtype of a variable. ``variables`` of a
@@ -102,7 +121,7 @@ def variables_of(concrete: Any) -> list[tuple[Any, tf.DType]]:
     return found
 
 
-def is_variable_handle(handle: Any) -> bool:
+def is_variable_handle(handle: Tensor) -> bool:
     """Returns whether a resource is a variable, not a table, a queue or an iterator.
 
     Private: ``_handle_data`` of a resource, as above. Without it every resource would be a
@@ -112,15 +131,16 @@ def is_variable_handle(handle: Any) -> bool:
     return bool(data and data.is_set) or not hasattr(handle, "_handle_data")
 
 
-def variable_of_handle(handle: Any) -> Any:
+def variable_of_handle(handle: Tensor) -> tf.Variable | None:
     """Returns the variable of a strategy one of whose copies has a handle; None for another tensor.
 
     Private: ``handle._distributed_container``. A function captures the handles of the copies on one
     replica, and no public name leads from there to the other copies. Without it each replica needs
     a trace of its own.
     """
-    container: Any = getattr(handle, "_distributed_container", None)
-    return None if container is None else container()
+    container: Function = getattr(handle, "_distributed_container", lambda: None)
+    variable: tf.Variable | None = container()
+    return variable
 
 
 def is_stateful(operation: str) -> bool:
@@ -133,23 +153,23 @@ def is_stateful(operation: str) -> bool:
     return definition is not None and definition.is_stateful
 
 
-def types_of_inputs(operation: str) -> list[Any]:
+def types_of_inputs(operation: str) -> list[tf.DType]:
     """Returns the dtypes of the inputs of a type of operations; private as above."""
     definition = _definition_of(operation)
     arguments = () if definition is None else definition.input_arg
     return [tf.as_dtype(argument.type) for argument in arguments if argument.type]
 
 
-def _definition_of(operation: str) -> Any:
+def _definition_of(operation: str) -> Operation:
     try:
-        get: Any = pkgutil.resolve_name("tensorflow.python.framework.op_def_registry:get")
+        get: Function = pkgutil.resolve_name("tensorflow.python.framework.op_def_registry:get")
     except (ImportError, AttributeError):
         return None
     return get(operation)
 
 
 @contextmanager
-def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
+def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Has all that is computed and assigned in the context wait for tensors, but for scalars.
 
     Private: ``operation._add_control_inputs``. With ``tf.control_dependencies`` the learning rate
@@ -164,7 +184,7 @@ def waiting_for(tensors: Sequence[Any]) -> Iterator[None]:
             new._add_control_inputs([gate])
 
 
-def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:
+def clip_as_set(optimizer: KerasOptimizer, gradients: list[Tensor]) -> list[Tensor]:
     """Clips gradients by what is set on an optimizer, its ``clipnorm`` for example.
 
     Private: ``optimizer._clip_gradients``. Keras calls it in ``apply`` with what it is given, and
@@ -191,7 +211,7 @@ _DRAWS = {
 }
 
 
-def global_seeds() -> Any:
+def global_seeds() -> SeedGenerator | None:
     """Returns the generator for draws without a seed; None before the first such draw.
 
     Private: ``keras.src.backend.common.global_state``. The public function would create one, and
@@ -202,14 +222,14 @@ def global_seeds() -> Any:
     return global_state.get_global_attribute(_GLOBAL_SEEDS)
 
 
-def set_global_seeds(generator: Any) -> None:
+def set_global_seeds(generator: SeedGenerator) -> None:
     """Sets the generator for draws without a seed; private as above."""
     from keras.src.backend.common import global_state
 
     global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
 
 
-def home_of(name: str) -> Any:
+def home_of(name: str) -> Untyped:
     """Returns the module or class that has a function by which Keras draws or normalizes.
 
     Private: ``keras.src.random.seed_generator.global_seed_generator``, the source of draws without
@@ -224,7 +244,7 @@ def home_of(name: str) -> Any:
     return pkgutil.resolve_name(_DRAWS[name])
 
 
-def optimizer_trains(optimizer: Any) -> list[Any]:
+def optimizer_trains(optimizer: KerasOptimizer) -> list[KerasVariable]:
     """Returns the variables an optimizer was built for; [] if unknown.
 
     Private: ``optimizer._trainable_variables``. Without it each part of a ``MultiOptimizer`` would
@@ -234,7 +254,7 @@ def optimizer_trains(optimizer: Any) -> list[Any]:
     return list(getattr(inner, "_trainable_variables", []))
 
 
-def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:
+def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Function]:
     """Returns functions that add tensors over the workers of a strategy, one per local device.
 
     Each takes lists of tensors of one dtype on its device, and returns the sums in one list. A list
@@ -247,7 +267,7 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..
     needs keys that the strategy does not use.
     """
     devices = strategy.extended.worker_devices
-    extended: Any = strategy.extended
+    extended: Untyped = strategy.extended
     found = []
     for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
         launcher = copy.copy(one)
@@ -264,7 +284,7 @@ def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:
     one that TensorFlow made adds otherwise than the strategies of ``create_strategy``. Without it
     all strategies of several replicas are taken for such, whose steps wait for each other.
     """
-    distribute: Any = tf.distribute
+    distribute: Untyped = tf.distribute
     others = (
         distribute.NcclAllReduce,
         distribute.HierarchicalCopyAllReduce,
@@ -274,16 +294,7 @@ def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:
     return strategy.num_replicas_in_sync > 1 and not isinstance(ways, others)
 
 
-def profiles_batches(callback: Any) -> bool:
-    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
-
-    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
-    attribute: the callback then counts calls instead of batches.
-    """
-    return bool(getattr(callback, "_should_trace", False))
-
-
-def custom_gradients() -> tuple[Any, str]:
+def custom_gradients() -> tuple[Untyped, str]:
     """Returns the module and the name of what each custom gradient in a graph goes through.
 
     Private: ``tensorflow.python.ops.custom_gradient._graph_mode_decorator``, which is called with
@@ -294,7 +305,7 @@ def custom_gradients() -> tuple[Any, str]:
     return pkgutil.resolve_name("tensorflow.python.ops.custom_gradient"), "_graph_mode_decorator"
 
 
-def rematerialized(function: Any) -> Callable[..., Any] | None:
+def rematerialized(function: Function) -> Function | None:
     """Returns what ``keras.remat`` wraps in the function of a custom gradient; None of others.
 
     Private: the name ``recompute_grad.<locals>.inner``, and its free variable ``f``. TensorFlow
@@ -302,11 +313,11 @@ def rematerialized(function: Any) -> Callable[..., Any] | None:
     """
     if getattr(function, "__qualname__", "") != "recompute_grad.<locals>.inner":
         return None
-    inner: Callable[..., Any] | None = inspect.getclosurevars(function).nonlocals.get("f")
+    inner: Function | None = inspect.getclosurevars(function).nonlocals.get("f")
     return inner
 
 
-def graphs_inside(operation: Any) -> list[Any]:
+def graphs_inside(operation: Operation) -> list[Graph]:
     """Returns the graphs of the functions that an operation calls, such as the body of a loop.
 
     Private: ``graph._get_function``. The public ``graph.as_graph_def()`` copies the whole graph.
@@ -315,49 +326,6 @@ def graphs_inside(operation: Any) -> list[Any]:
     names = [attr.name for attr in operation.op_def.attr if attr.type == "func"]
     functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
     return [function.graph for function in functions if function is not None]
-
-
-def compile_arguments(model: Any) -> Any:
-    """Returns the arguments of ``model.compile`` by name.
-
-    Each call of ``compile`` has a new dict. Private: ``model._compile_config``. The public
-    ``model.get_compile_config()`` serialises them, which loses user-defined functions and metrics.
-    Without it ``evaluate`` has no loss and no metrics; ``make_eval_step`` does not need it.
-    """
-    return model._compile_config.config
-
-
-def compiled_metrics(
-    model: Any, y_true: Any, y_pred: Any
-) -> tuple[Any, list[list[Any]], list[list[Any]], list[str] | None]:
-    """Returns the metrics of a compiled model, which Keras builds from the shapes of a batch.
-
-    Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
-    ``_resolved_output_names``. The public ``model.metrics`` does not tell the output of a metric or
-    whether sample weights apply, and is empty until Keras has trained. Without them the library
-    would guess the meaning of names such as "accuracy", and the names of the results.
-    """
-    container = model._compile_metrics
-    if container is None:
-        return None, [], [], None
-    if not container.built:
-        container.build(y_true, y_pred)
-    plain, weighted = (
-        [[] if one is None else list(one.metrics) for one in lists]
-        for lists in (container._flat_metrics, container._flat_weighted_metrics)
-    )
-    return container, plain, weighted, getattr(container, "_resolved_output_names", None)
-
-
-def data_adapter() -> Any:
-    """Returns the base class of what the loops of Keras take as data without looking into it.
-
-    Private: ``keras.src.trainers.data_adapters.data_adapter.DataAdapter``. Keras has no public name
-    for it, and would distribute anything else a second time.
-    """
-    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-
-    return DataAdapter
 
 
 class KerasReading(NamedTuple):
@@ -369,12 +337,12 @@ class KerasReading(NamedTuple):
         hooks: The ``PyDataset`` itself, which hears of passes and knows their length; or None.
     """
 
-    batches: Callable[[], Iterator[Any]]
-    looked_at: Callable[[], Iterator[Any]]
-    hooks: Any
+    batches: Callable[[], Iterator[Shard]]
+    looked_at: Callable[[], Iterator[Shard]]
+    hooks: Data
 
 
-def reading_of_keras(data: Any) -> KerasReading | None:
+def reading_of_keras(data: Data) -> KerasReading | None:
     """Returns how ``fit`` of Keras reads data by batches; None if it does not.
 
     Private: ``keras.src.trainers.data_adapters.get_data_adapter``, and ``adapter.enqueuer``. Keras
@@ -383,7 +351,8 @@ def reading_of_keras(data: Any) -> KerasReading | None:
     """
     import keras
 
-    make_adapter: Any = pkgutil.resolve_name("keras.src.trainers.data_adapters:get_data_adapter")
+    adapters: Untyped = pkgutil.resolve_name("keras.src.trainers.data_adapters")
+    make_adapter = adapters.get_data_adapter
     try:
         is_array = type(make_adapter(data)).__name__ == "ArrayDataAdapter"
     except ValueError:
@@ -391,7 +360,7 @@ def reading_of_keras(data: Any) -> KerasReading | None:
     if is_array:
         return None
 
-    def batches(data: Any = data) -> Iterator[Any]:
+    def batches(data: Data = data) -> Iterator[Shard]:
         # A new adapter for each pass: one that was broken off leaves batches in its queue.
         adapter = make_adapter(data)
         try:
@@ -410,21 +379,12 @@ def reading_of_keras(data: Any) -> KerasReading | None:
 
         num_batches = property(lambda self: data.num_batches)
 
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index: int) -> Shard:
             return data[index]
 
     return KerasReading(batches, lambda: batches(WithoutWorkers()), data)
 
 
-def without_building() -> dict[str, Any]:
-    """Returns attributes of a model with which the loops of Keras do not build it from a batch.
-
-    Private: ``model._symbolic_build``. Keras would build what its ``train_step`` needs, which may
-    fail, and offers no other way to leave that out. Without it Keras builds.
-    """
-    return {"_symbolic_build": lambda **_: None}
-
-
-def is_part_of_keras(source: Any) -> bool:
+def is_part_of_keras(source: object) -> bool:
     """Returns whether Keras itself defines a class or a function."""
     return str(getattr(source, "__module__", "")).split(".")[0] == "keras"

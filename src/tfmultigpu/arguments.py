@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any
 
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.types import Untyped
 
 
 def check_count(
     name: str,
-    value: Any,
+    value: Untyped,
     least: int = 1,
     *,
     other: str | None = None,
@@ -35,7 +35,7 @@ def check_count(
     raise error(str(TfMultiGpuError(what, received)))
 
 
-def _whole_number(value: Any) -> int | None:
+def _whole_number(value: Untyped) -> int | None:
     if isinstance(value, bool):
         return None
     try:
@@ -46,7 +46,7 @@ def _whole_number(value: Any) -> int | None:
     return None
 
 
-def check_positive(name: str, value: Any, write: str) -> float:
+def check_positive(name: str, value: Untyped, write: str) -> float:
     """Returns an argument that is a positive, finite number of any kind, also a tensor.
 
     ``write`` is the line to write instead.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.addons.testing.invariance import difference
 from tfmultigpu.arguments import check_count
+from tfmultigpu.types import Array, Batches
 
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
 # the third digit.
@@ -38,8 +40,8 @@ class Trained(NamedTuple):
 class Data:
     """Global batches to train on and to test with."""
 
-    train: tf.data.Dataset[Any]
-    test: tf.data.Dataset[Any]
+    train: Batches
+    test: Batches
     rows: int
     batch_size: int
 
@@ -72,7 +74,7 @@ def run_demo(replicas: int | None = None, epochs: int = 10) -> bool:
     return agree
 
 
-def load_digits() -> tuple[Any, Any]:
+def load_digits() -> tuple[Array, Array]:
     """Returns images of shape [1797, 64] and their digits, in a fixed random order."""
     try:
         from sklearn import datasets
@@ -149,15 +151,12 @@ def table(one: Trained, usual: Trained, many: Trained, replicas: int) -> list[st
     """Returns the lines of the table: a row for each number, a column for each training."""
     columns = one, usual, many
     where = f"{replicas} replicas"
-    lines = [
-        row("", ["Keras", "Keras", "tmg.fit"]),
-        row("", ["one device", where, where]),
-        row("training loss", [f"{each.training_loss:.6f}" for each in columns]),
-        row("test loss", [f"{each.test_loss:.6f}" for each in columns]),
-        row("test accuracy", [f"{each.test_accuracy:.6f}" for each in columns]),
-        row("optimizer steps", [str(each.optimizer_steps) for each in columns]),
-    ]
-    differences = [difference(one.weights, each.weights, "").amount for each in columns[1:]]
+    lines = [row("", ["Keras", "Keras", "tmg.fit"]), row("", ["one device", where, where])]
+    for name in ("training loss", "test loss", "test accuracy"):
+        numbers = map(operator.attrgetter(name.replace(" ", "_")), columns)
+        lines.append(row(name, [f"{number:.6f}" for number in numbers]))
+    lines.append(row("optimizer steps", [str(each.optimizer_steps) for each in columns]))
+    differences = [difference(one.weights, each.weights).amount for each in columns[1:]]
     lines.append(row("largest weight difference", ["", *[f"{each:.0e}" for each in differences]]))
     return [*lines, row("seconds", [f"{each.seconds:.1f}" for each in columns])]
 

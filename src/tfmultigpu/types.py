@@ -42,9 +42,13 @@ SeedGenerator: TypeAlias = Any  # Of ``keras.random``.
 Graph: TypeAlias = Any  # Its public class has no types for what is inside, nor have the next.
 Operation: TypeAlias = Any  # A node of a graph, or of the function that a node calls.
 ConcreteFunction: TypeAlias = Any
+Untyped: TypeAlias = Any  # Any object; what the stubs of TensorFlow leave out.
+Json: TypeAlias = Any  # What ``json`` reads and writes.
 Dtype: TypeAlias = Any  # What ``tf.as_dtype`` takes.
 Function: TypeAlias = Callable[..., Any]  # Of a user or of TensorFlow, called as it is.
+Forward: TypeAlias = Callable[[KerasModel, Shard, bool], Any]  # ``f(model, batch, training)``.
 Context: TypeAlias = AbstractContextManager[Any]
+Options: TypeAlias = dict[str, Any]  # Arguments by name.
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 

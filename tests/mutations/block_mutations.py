@@ -46,8 +46,8 @@ BLOCKS = (
     ),
     broken(
         "each gradient is clipped by itself",
-        "global_norm([each for each in dense if",
-        "global_norm([each for each in dense[:1] if",
+        "global_norm(present(dense))",
+        "global_norm(present(dense[:1]))",
         "test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
     ),
     broken(
@@ -96,8 +96,8 @@ BLOCKS = (
     ),
     broken(
         "listing starts the devices",
-        "    details: dict[str, Mapping[str, Any]] = {}\n",
-        "    details: dict[str, Mapping[str, Any]] = {}\n    _config.list_logical_devices()\n",
+        "    details: dict[str, Mapping[str, Untyped]] = {}\n",
+        "    details: dict[str, Mapping[str, Untyped]] = {}\n    _config.list_logical_devices()\n",
         "test_devices.py::test_settings_before_and_after_tensorflow_started",
     ),
     broken(

@@ -68,8 +68,8 @@ LAW = (
     ),
     broken(
         "what a mask hides is in the weight",
-        "    present = [tf.cast(",
-        "    masks = []\n    present = [tf.cast(",
+        "    if masks:\n",
+        "    if False:\n",
         NORM,
     ),
     broken(
@@ -298,20 +298,20 @@ LAW = (
     # Verification ---------------------------------------------------------------------------------
     broken(
         "the first step is not verified",
-        "return functools.partial(self._call, call) if self._due else call",
-        "return call",
+        "        return functools.partial(self._call, call)",
+        "        return call",
         f"{TOUCHING}[a batch mean in a Lambda]",
     ),
     broken(
         "the tolerance of the verification is a thousand times as large",
-        "self.bound = self.compute *",
-        "self.bound = 1e5 * self.compute *",
+        "self.bound, self.margin = self.compute * 16.0",
+        "self.bound, self.margin = 1e5 * self.compute * 16.0",
         f"{TOUCHING}[a hundredth of the batch mean in a Lambda]",
     ),
     broken(
         "every difference is taken for rounding",
-        "4.0 if half else 16.0\n",
-        "1e9\n",
+        "math.sqrt(len(layers)), 16.0\n",
+        "math.sqrt(len(layers)), 1e9\n",
         f"{TOUCHING}[a batch mean in float32]",
     ),
     broken(
@@ -322,7 +322,7 @@ LAW = (
     ),
     broken(
         "a batch that divides evenly is verified with all its rows",
-        "uneven = most if most % parts else most - 1",
+        "uneven = most - 1",
         "uneven = most",
         "test_touching_rows.py::test_the_first_batch_that_does_not_divide_evenly_is_checked_too",
     ),

@@ -34,7 +34,7 @@ STEPS = (
     ),
     broken(
         "global_mean is a mean of means",
-        'total, weight = context.all_reduce("SUM", [tf.convert_to_tensor(part) for part in loss_sum])',
+        'total, weight = context.all_reduce("SUM", list(map(tf.convert_to_tensor, loss_sum)))',
         'total = context.all_reduce("MEAN", tf.math.divide_no_nan(*loss_sum))\n'
         "    weight = tf.ones_like(total)",
         f"{HAND}[2]",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+
+from tfmultigpu.types import Function, KerasLoss, Tensor
 
 NAMES = ("crossentropy", "ce")
 
 
-def crossentropy(name: str) -> Any:
+def crossentropy(name: str) -> KerasLoss:
     """Returns the loss that ``model.compile`` chooses for a name of ``NAMES``.
 
     Keras knows the name in ``compile`` alone, where it has the labels and the predictions.
@@ -17,16 +18,16 @@ def crossentropy(name: str) -> Any:
 
 
 @functools.cache
-def _loss_by_shapes() -> Any:
+def _loss_by_shapes() -> type[KerasLoss]:
     """Returns the class of the loss; Keras is imported where it is used."""
     from keras import losses
 
     class Crossentropy(losses.Loss):  # type: ignore[misc]
         """The binary, sparse categorical or categorical crossentropy."""
 
-        def call(self, y_true: Any, y_pred: Any) -> Any:
+        def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
             are_numbers = len(y_true.shape) < len(y_pred.shape) or y_true.shape[-1] == 1
-            chosen: Any = losses.categorical_crossentropy
+            chosen: Function = losses.categorical_crossentropy
             if y_pred.shape[-1] == 1:
                 chosen = losses.binary_crossentropy
             elif are_numbers:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.arguments import check_positive
+from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
-from tfmultigpu.types import KerasVariable
+from tfmultigpu.types import Dtype, KerasVariable, Scalar
 
 BY_HAND = (
     "Write in strategy.scope(): window = tmg.GradientAccumulator(variables); in the function given "
@@ -23,7 +25,7 @@ BY_HAND = (
 _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
 
 
-def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], Any]:
+def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gradient], Scalar]:
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
     Args:
@@ -45,15 +47,15 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
     """
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
-    dense = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
-    norm = global_norm([each for each in dense if each is not None])
+    dense = map_present(tf.convert_to_tensor, gradients)
+    norm = global_norm(present(dense))
     return clipped(dense, limit, norm), norm
 
 
-def clipped(gradients: Sequence[Any], limit: float, norm: Any) -> list[Any]:
+def clipped(gradients: Sequence[Gradient], limit: float, norm: Scalar) -> list[Gradient]:
     """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
     scale = tf.clip_by_global_norm([tf.ones_like(norm)], limit, norm)[0][0]
-    return [each if each is None else scaled(each, scale) for each in gradients]
+    return map_present(functools.partial(scaled, factor=scale), gradients)
 
 
 def scaled(gradient: Gradient, factor: Gradient) -> Gradient:
@@ -67,10 +69,12 @@ def global_norm(gradients: Sequence[Gradient]) -> Gradient:
 
     The rows that a list leaves out are zero; it must have each row once.
     """
-    numbers = [values_of(gradient) for gradient in gradients]
-    if len({tensor.dtype for tensor in numbers}) > 1:
-        numbers = [tf.cast(tensor, tf.float64) for tensor in numbers]
-    return tf.linalg.global_norm(numbers) if numbers else tf.zeros([])
+    numbers = list(map(values_of, gradients))
+    if not numbers:
+        return tf.zeros([])
+    if any(tensor.dtype != numbers[0].dtype for tensor in numbers):
+        numbers = cast_all(numbers, tf.float64)
+    return tf.linalg.global_norm(numbers)
 
 
 def all_finite(gradients: Sequence[Gradient]) -> Gradient:
@@ -89,7 +93,7 @@ def in_global_phase() -> Iterator[None]:
         _in_global_phase.reset(token)
 
 
-def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
+def check_reduced(name: str, gradients: Sequence[Gradient] = ()) -> None:
     """Checks that a function of the global gradient gets that, once for all replicas."""
     context = tf.distribute.get_replica_context()
     parts = any(isinstance(gradient, tf.distribute.DistributedValues) for gradient in gradients)
@@ -102,10 +106,12 @@ def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
         )
 
 
-def sum_dtype(dtype: Any) -> tf.DType:
+def sum_dtype(dtype: Dtype) -> tf.DType:
     """Returns the dtype sums of gradients are kept in: at least float32."""
-    dtype = tf.as_dtype(dtype)
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+    known = tf.as_dtype(dtype)
+    if known in (tf.float16, tf.bfloat16):
+        return tf.float32
+    return known
 
 
 def refuse_float8(variables: Sequence[KerasVariable]) -> None:

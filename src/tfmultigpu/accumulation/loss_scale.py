@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +12,9 @@ from tfmultigpu.accumulation.losses import Division, LossSum, note_division
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.arguments import check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.types import KerasOptimizer, KerasVariable
+from tfmultigpu.lists import map_present, present
+from tfmultigpu.strategies.row_lists import Gradient
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
 # Windows of 16 batches are as many times larger, and the shard of another replica, which is not
 # known here, may have a row more: at most twice as many.
@@ -40,6 +41,9 @@ class LossScale:
         2.0
     """
 
+    growth_steps: int | None
+    scale: Scalar
+    good_steps: Scalar
     _division: Division | None = None  # The last one, until ``unscale`` has seen it undone.
 
     def __init__(self, initial: float = 2.0**15, growth_steps: int | None = 2000) -> None:
@@ -55,17 +59,11 @@ class LossScale:
                 f"Received: initial={initial!r}. Write tmg.LossScale()."
             )
         initial = check_positive("initial", initial, "Write tmg.LossScale() for 2**15.")
+        self.growth_steps, self.scale, self.good_steps = None, initial, None
         if growth_steps is not None:
-            growth_steps = check_count("growth_steps", growth_steps, other="None")
-        self.growth_steps = growth_steps
-        self.scale: Any = initial
-        self.good_steps: Any = None
-        if growth_steps is not None:
-            aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            self.scale, self.good_steps = (
-                tf.Variable(tf.constant(value), trainable=False, name=name, aggregation=aggregation)
-                for name, value in (("loss_scale", self.scale), ("good_steps", 0))
-            )
+            self.growth_steps = check_count("growth_steps", growth_steps, other="None")
+            self.scale = _variable("loss_scale", initial)
+            self.good_steps = _variable("good_steps", 0)
 
     def __repr__(self) -> str:
         """Returns the scale, and how many good steps are left until it doubles."""
@@ -78,13 +76,13 @@ class LossScale:
     @property
     def variables(self) -> list[KerasVariable]:
         """The variables that hold its state, for checkpoints; none if it is fixed."""
-        return [] if self.growth_steps is None else [self.scale, self.good_steps]
+        return present([self.good_steps and self.scale, self.good_steps])
 
-    def value(self) -> Any:
+    def value(self) -> Scalar:
         """Returns the scale for the next step, a float32 scalar."""
         return tf.convert_to_tensor(self.scale, tf.float32)
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: LossSum | Scalar) -> Scalar:
         """Returns what to differentiate: the scale times a mean, so that float16 can hold it.
 
         Give the pair of ``loss_sum`` and add its gradient with that pair: ``window.add(gradients,
@@ -111,7 +109,7 @@ class LossScale:
         note_division(loss, self._division)
         return total * (tf.cast(self.value(), total.dtype) / divisor)
 
-    def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
+    def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
         """Returns gradients of the global batch, at least float32, and whether all are finite.
 
         Raises:
@@ -129,14 +127,14 @@ class LossScale:
             )
         self._division = None  # It belongs to one trace.
 
-        def divide(gradient: Any) -> Any:
+        def divide(gradient: Gradient) -> Tensor:
             tensor = tf.cast(tf.convert_to_tensor(gradient), sum_dtype(gradient.dtype))
             return tensor / tf.cast(self.value(), tensor.dtype)
 
-        divided = [None if gradient is None else divide(gradient) for gradient in gradients]
-        return divided, all_finite([each for each in divided if each is not None])
+        divided = map_present(divide, gradients)
+        return divided, all_finite(present(divided))
 
-    def update(self, finite: Any) -> None:
+    def update(self, finite: Scalar) -> None:
         """Halves, doubles or keeps the scale; call it once, with ``finite`` of ``unscale``."""
         check_reduced("LossScale.update")
         if self.growth_steps is None:
@@ -148,12 +146,25 @@ class LossScale:
         self.good_steps.assign(tf.where(finite & ~grow, good + 1, tf.zeros_like(good)))
 
 
-def unwrap_optimizer(optimizer: KerasOptimizer) -> Any:
+class _KerasLossScale(LossScale):
+    """The dynamic scale of a ``LossScaleOptimizer``, in whose variables it is kept."""
+
+    def __init__(self, optimizer: KerasOptimizer) -> None:
+        self.growth_steps = optimizer.dynamic_growth_steps
+        self.scale, self.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
+
+
+def _variable(name: str, value: float) -> tf.Variable:
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return tf.Variable(tf.constant(value), trainable=False, name=name, aggregation=first)
+
+
+def unwrap_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
     """Returns the optimizer inside a ``keras.optimizers.LossScaleOptimizer``, or itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def parts_of(optimizer: KerasOptimizer) -> list[Any]:
+def parts_of(optimizer: KerasOptimizer) -> list[KerasOptimizer]:
     """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", ())) or [optimizer]
 
@@ -170,20 +181,18 @@ def make_loss_scale(
             raise ValueError(
                 f"A LossScaleOptimizer scales dynamically. Leave out loss_scale={loss_scale!r}."
             )
-        own = LossScale(growth_steps=None)
-        own.scale, own.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
-        own.growth_steps = optimizer.dynamic_growth_steps
-        return own
-    asked: Any = optimizer.loss_scale_factor if loss_scale is None else loss_scale
-    if asked is None:
+        return _KerasLossScale(optimizer)
+    if loss_scale is None:
+        loss_scale = optimizer.loss_scale_factor
+    if loss_scale is None:
         return None
-    if asked != "dynamic":
+    if loss_scale != "dynamic":
         write = 'Write loss_scale="dynamic", or None without float16.'
-        return LossScale(check_positive("loss_scale", asked, write), growth_steps=None)
+        return LossScale(check_positive("loss_scale", loss_scale, write), growth_steps=None)
     if optimizer not in kept_loss_scales:
         with strategy.scope():
             kept_loss_scales[optimizer] = LossScale()
     return kept_loss_scales[optimizer]
 
 
-kept_loss_scales: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()
+kept_loss_scales: weakref.WeakKeyDictionary[KerasOptimizer, LossScale] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -18,17 +18,20 @@ from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.accumulation.shown import shown
+from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
+from tfmultigpu.lists import present
+from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import Scalar
+from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
 OTHER_ROWS = GraphMessage(
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
     "",
     "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred).",
 )
-rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
+rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
 
@@ -47,7 +50,7 @@ class LossSum(NamedTuple):
         LossSum(sum=6, weight=3)
     """
 
-    sum: Any
+    sum: Tensor
     weight: Scalar
 
     def __repr__(self) -> str:
@@ -58,19 +61,20 @@ class LossSum(NamedTuple):
 class FixedLossSum(LossSum):
     """Loss with ``reduction="sum"``, whose weight is 1 in total, however often it is added."""
 
-    def __new__(cls, sum: Any, weight: Scalar) -> FixedLossSum:
+    def __new__(cls, sum: Tensor, weight: Scalar) -> FixedLossSum:
         """Notes it on the weight; a ``tf.function`` that returns the pair keeps the class alone."""
         with suppress(AttributeError):  # ``tf.nest`` makes pairs of specs and numbers, too.
             setattr(weight, _FIXED, True)
         return super().__new__(cls, sum, weight)
 
 
-def is_fixed(pair_or_weight: Any) -> bool:
+def is_fixed(pair_or_weight: LossSum | Scalar) -> bool:
     """Returns whether a pair, or the weight of one, is of ``reduction="sum"``: it is not added."""
     if isinstance(pair_or_weight, FixedLossSum):
         return True
-    is_pair = isinstance(pair_or_weight, LossSum)
-    return hasattr(pair_or_weight.weight if is_pair else pair_or_weight, _FIXED)
+    if isinstance(pair_or_weight, LossSum):
+        return hasattr(pair_or_weight.weight, _FIXED)
+    return hasattr(pair_or_weight, _FIXED)
 
 
 class Division:
@@ -80,12 +84,12 @@ class Division:
         undone: Whether a gradient was multiplied by the divisor.
     """
 
-    def __init__(self, divisor: Any) -> None:
+    def __init__(self, divisor: Scalar) -> None:
         """Keeps a divisor, a scalar of at least float32, for one replica and one batch."""
         self._divisor = divisor
         self.undone = False
 
-    def undo(self, gradient: Any) -> Any:
+    def undo(self, gradient: Gradient) -> Gradient:
         """Returns a gradient of at least float32 times the divisor."""
         self.undone = True
         return gradient * tf.cast(self._divisor, gradient.dtype)
@@ -98,18 +102,19 @@ def note_division(pair: LossSum, division: Division) -> None:
             setattr(part, _DIVISION, division)
 
 
-def division_of(pair_or_weight: Any) -> Division | None:
+def division_of(pair_or_weight: LossSum | Scalar) -> Division | None:
     """Returns the division of a pair, or of the weight of one; None if there was none."""
     # Several pairs may have one weight, so the sum decides where it is known.
-    is_pair = isinstance(pair_or_weight, LossSum)
-    return getattr(pair_or_weight.sum if is_pair else pair_or_weight, _DIVISION, None)
+    if isinstance(pair_or_weight, LossSum):
+        pair_or_weight = pair_or_weight.sum
+    return getattr(pair_or_weight, _DIVISION, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
     """Additive part of a step's loss on one shard."""
 
-    sum: Any
+    sum: Tensor
     weight: Scalar  # What divides the sum, after both were added over all shards.
     per_row: float | None = None  # The weight of a row, if that is a constant.
     fixed: bool = False  # Whether the weight is that of each shard, and is not added.
@@ -119,7 +124,12 @@ class LossTerm:
 
 
 def loss_sum(
-    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, *, row_weight: Scalar = None
+    loss: Loss,
+    y_true: Nested,
+    y_pred: Nested,
+    sample_weight: Nested = None,
+    *,
+    row_weight: Scalar = None,
 ) -> LossSum:
     """Returns the loss of one shard as a sum and a weight, two scalars of at least float32.
 
@@ -146,7 +156,9 @@ def loss_sum(
         (4.0, 2.0)
     """
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
-    factor: Scalar = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
+    if row_weight is None:
+        row_weight = 1.0
+    factor: Scalar = tf.cast(row_weight, term.sum.dtype)
     total = term.sum * tf.ensure_shape(factor, [])
     replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
     rows = rows_of_step.get()
@@ -155,15 +167,17 @@ def loss_sum(
     weight = term.weight * factor
     if replicas > 1 and rows is None:  # A step checks its weights and results by itself.
         weight = _without_gradient(weight, total, _warn_of_means)
-    return (FixedLossSum if term.fixed else LossSum)(total, weight)
+    if term.fixed:
+        return FixedLossSum(total, weight)
+    return LossSum(total, weight)
 
 
-def _without_gradient(value: Any, loss: Any, refuse: Callable[[], None]) -> Any:
+def _without_gradient(value: Scalar, loss: Tensor, refuse: Callable[[], None]) -> Tensor:
     """Returns a number that a loss computed; taking its gradient calls ``refuse`` at that line."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def identity(value: Any, _: Any) -> Any:
-        def gradient(_: Any) -> tuple[None, None]:
+    def identity(value: Scalar, _: object) -> Tensor:
+        def gradient(_: object) -> tuple[None, None]:
             refuse()
             return None, None
 
@@ -192,7 +206,7 @@ def _refuse_global_mean() -> None:
     )
 
 
-def global_mean(loss_sum: LossSum) -> Any:
+def global_mean(loss_sum: LossSum) -> Scalar:
     """Returns the loss of the global batch for logs, a scalar; 0 if the weight is 0.
 
     Raises:
@@ -206,18 +220,20 @@ def global_mean(loss_sum: LossSum) -> Any:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise LossError("global_mean is for each replica: call it inside strategy.run.")
-    total, weight = context.all_reduce("SUM", [tf.convert_to_tensor(part) for part in loss_sum])
+    total, weight = context.all_reduce("SUM", list(map(tf.convert_to_tensor, loss_sum)))
     mean = tf.math.divide_no_nan(total, weight)
     if context.num_replicas_in_sync == 1:
         return mean
     return _without_gradient(mean, total, _refuse_global_mean)
 
 
-def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossTerm:
+def loss_term(
+    loss: KerasLoss, y_true: Nested, y_pred: Nested, sample_weight: Nested = None
+) -> LossTerm:
     """Returns the loss of one shard, of a result of ``as_loss``, as a term; see ``loss_sum``."""
-    unreduced: list[Any] = []
+    unreduced: list[Tensor] = []
 
-    def checked(values: Any) -> Any:
+    def checked(values: Tensor) -> Tensor:
         _check_values(loss, values, y_true, y_pred, sample_weight)
         unreduced.append(values)
         return values
@@ -233,12 +249,14 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
     # Those that Keras applies: of the predictions and of the losses.
-    masks = [_compat.keras_mask(y_pred), _compat.keras_mask(unreduced[0])]
-    present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    mask = functools.reduce(tf.logical_and, present) if present else None
-    parts = [tf.cast(part, total.dtype) for part in (mask, sample_weight) if part is not None]
+    masks = cast_all(present(map(_compat.keras_mask, (y_pred, unreduced[0]))), tf.bool)
+    mask = None
+    if masks:
+        mask = functools.reduce(tf.logical_and, masks)
+    parts = cast_all(present([mask, sample_weight]), total.dtype)
     if loss.reduction == "mean_with_sample_weight" and parts:
-        parts = parts if len(parts) == 1 else [*_same_rank(*parts)]
+        if len(parts) == 2:
+            parts = list(_same_rank(*parts))
         return LossTerm(total, tf.reduce_sum(functools.reduce(operator.mul, parts)))
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
@@ -247,12 +265,16 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         return LossTerm(total, tf.math.divide_no_nan(valid, tf.cast(tf.size(mask), total.dtype)))
     # A function may merge, drop or add rows; the losses of Keras return one entry per row.
     sources = type(loss), getattr(loss, "fn", type(loss))
-    per_row = values.shape[1:].num_elements() if all(map(_compat.is_part_of_keras, sources)) else 0
-    return LossTerm(total, elements, float(per_row) if per_row else None)
+    per_row = values.shape[1:].num_elements()
+    if per_row and all(map(_compat.is_part_of_keras, sources)):
+        return LossTerm(total, elements, float(per_row))
+    return LossTerm(total, elements)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> None:
+def _check_values(
+    loss: KerasLoss, values: Tensor, y_true: Nested, y_pred: Nested, sample_weight: Nested
+) -> None:
     """Checks that a loss returned one value per row or more, and that weights belong to rows."""
     import keras
 
@@ -285,7 +307,9 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
             "docs/coupled-losses.md. Predictions of shape [rows] need an axis: y_true[:, None] "
             "and y_pred[:, None].",
         )
-    axes = [axis for t in tf.nest.flatten([y_true, y_pred]) for axis in (_shape(t) or [None])[1:]]
+    axes: list[int | None] = []
+    for tensor in tf.nest.flatten([y_true, y_pred]):
+        axes += (_shape(tensor) or [None])[1:]
     if None in values.shape[1:] and None not in axes:
         raise LossError(
             f"The loss {loss.name!r} pairs each row with every row.",
@@ -311,7 +335,7 @@ def _check_values(loss: Any, values: Any, y_true: Any, y_pred: Any, sample_weigh
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def as_loss(loss: Any) -> Any:
+def as_loss(loss: Loss) -> KerasLoss:
     """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
@@ -326,7 +350,7 @@ def as_loss(loss: Any) -> Any:
     return keras.losses.MeanSquaredError.__base__(known, name=name)
 
 
-def _shape(value: Any) -> tf.TensorShape:
+def _shape(value: object) -> tf.TensorShape:
     return tf.TensorShape(getattr(value, "shape", None))  # type: ignore[arg-type]
 
 
@@ -339,7 +363,7 @@ def _has_rows(values: tf.TensorShape, predictions: tf.TensorShape) -> bool:
     return some or predictions[0] in (0, 1, values[0])
 
 
-def _same_rank(first: Scalar, second: Any) -> tuple[Any, Any]:
+def _same_rank(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Adds or removes a last axis of size 1 if the ranks differ by one, as Keras does."""
     if first.shape.rank < second.shape.rank:
         second, first = _same_rank(second, first)

@@ -12,8 +12,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -29,11 +29,21 @@ from tfmultigpu.strategies.collectives import (
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import (
+    Context,
+    Function,
+    KerasOptimizer,
+    KerasVariable,
+    Nested,
+    Operation,
+    Scalar,
+    Tensor,
+)
 
-_Addends = list[list[Any]]
+_Addends = list[list[Gradient]]
+T = TypeVar("T")
 
 
 class Replicated:
@@ -53,7 +63,7 @@ class Replicated:
         self._ids: dict[int, tf.Tensor] = {}
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> KerasOptimizer:
         """The optimizer that does the work, without a ``LossScaleOptimizer`` around it."""
         return self._optimizer()
 
@@ -72,12 +82,12 @@ class Replicated:
     def _adds_lists(self) -> bool:
         return self.strategy.num_replicas_in_sync == 1 or replicas_share_memory(self.strategy)
 
-    def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
+    def where(self, finish: Function, sums: _Addends, *args: object) -> Nested:
         """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
         if len(sums) == 1:
             return finish(sums[0], *args)
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> Nested:
             with in_global_phase():
                 return finish(*args)
 
@@ -87,7 +97,7 @@ class Replicated:
         )
         return gradient._replace(norm=norm, valid=valid), others
 
-    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
+    def at(self, variable: KerasVariable) -> Context:
         """Places what is computed of a variable on the device where its gradients are added."""
         return nullcontext()
 
@@ -99,22 +109,25 @@ class Replicated:
 
     def apply(
         self,
-        gradients: Sequence[Any],
+        gradients: Sequence[Gradient],
         variables: Sequence[KerasVariable],
-        after: Sequence[Any] = (),
+        after: Sequence[Tensor] = (),
     ) -> None:
         """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
-        parts = [part for gradient in gradients for part in self._local(gradient)]
+        parts = list(map(self._local, gradients))
         before = [*after, *tf.nest.flatten(parts, expand_composites=True)]
 
         def apply() -> None:
             with _compat.waiting_for(before), self.updating():
                 for part in parts_of(self.optimizer):
-                    known = {id(variable) for variable in _compat.optimizer_trains(part)}
-                    pairs = zip(gradients, variables, strict=True)
-                    own = [pair for pair in pairs if part is self.optimizer or id(pair[1]) in known]
-                    if own:
-                        self._apply(part, *map(list, zip(*own, strict=True)))
+                    known = set(map(id, _compat.optimizer_trains(part)))
+                    own_gradients, own_variables = [], []
+                    for gradient, variable in zip(gradients, variables, strict=True):
+                        if part is self.optimizer or id(variable) in known:
+                            own_gradients.append(gradient)
+                            own_variables.append(variable)
+                    if own_gradients:
+                        self._apply(part, own_gradients, own_variables)
                 if gradients and self.optimizer not in parts_of(self.optimizer):
                     self.optimizer.iterations.assign_add(1)
 
@@ -126,7 +139,7 @@ class Replicated:
         yield
 
     def _apply(
-        self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
+        self, optimizer: KerasOptimizer, gradients: list[Gradient], variables: list[KerasVariable]
     ) -> None:
         hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
@@ -156,12 +169,12 @@ class Replicated:
             copies = self._local(tf_variable(variable))
             for place, copy in enumerate(copies):
                 ids[id(copy)] = lists[place % len(lists)].indices  # Of all, or of each.
-            values = [each.values for each in lists]
-            several = len(lists) > 1
-            gradients[number] = per_replica(self.strategy, values) if several else values[0]
+            gradients[number] = lists[0].values
+            if len(lists) > 1:
+                gradients[number] = per_replica(self.strategy, list(map(values_of, lists)))
         return ids
 
-    def _local(self, value: Any) -> tuple[Any, ...]:
+    def _local(self, value: Nested) -> tuple[Tensor, ...]:
         return tuple(self.strategy.experimental_local_results(value))
 
 
@@ -178,7 +191,10 @@ class Owned(Replicated):
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
         variables = _compat.optimizer_trains(optimizer) or list(variables)
-        owners = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
+        owners: dict[int, int] = {}  # By the number of a variable.
+        for number, variable in enumerate(variables):
+            if is_sharded(variable):
+                owners[number] = owner_of(variable, self.devices)
         if not optimizer.built:  # Else others have their state on all replicas.
             sizes = [math.prod(variable.shape) for variable in variables]
             owners = dict(enumerate(assign_owners(sizes, len(self.devices), owners)))
@@ -187,17 +203,19 @@ class Owned(Replicated):
         if optimizer.built:
             return
 
-        def with_owner(_: Any, variable: KerasVariable) -> AbstractContextManager[Any]:
+        def with_owner(_: object, variable: KerasVariable) -> Context:
             owner = self._owners.get(id(variable))
-            return nullcontext() if owner is None else tf.device(self.devices[owner])
+            if owner is None:
+                return nullcontext()
+            return tf.device(self.devices[owner])  # type: ignore[no-any-return]
 
         def build() -> None:  # A variable is created once outside the scope.
             with patching(self.strategy.extended, "colocate_vars_with", with_owner):
                 optimizer.build(list(variables))
 
-        before = {id(variable) for variable in optimizer.variables}
+        before = set(map(id, optimizer.variables))
         outside_scopes(build)
-        self.state = frozenset(id(variable) for variable in optimizer.variables) - before
+        self.state = frozenset(map(id, optimizer.variables)) - before
         for each in (optimizer, *parts_of(optimizer)):
             each.apply = _refuse_replicas
 
@@ -209,7 +227,7 @@ class Owned(Replicated):
             sums = _without_lists(sums, variables)
         return [sum_over_workers(self.strategy, sums, places)]
 
-    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
+    def at(self, variable: KerasVariable) -> Context:
         """Places what is computed of a variable with its owner."""
         return tf.device(self._device(variable))  # type: ignore[no-any-return]
 
@@ -221,13 +239,13 @@ class Owned(Replicated):
         """
 
         def update(
-            original: Any,
+            original: Function,
             variable: KerasVariable,
-            function: Any,
-            args: Any = (),
-            kwargs: Any = None,
+            function: Function,
+            args: Sequence[object] = (),
+            kwargs: Mapping[str, object] | None = None,
             group: bool = True,
-        ) -> Any:
+        ) -> Operation:
             copies = self._local(variable)
             if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
                 with tf.device(variable.device):
@@ -236,7 +254,7 @@ class Owned(Replicated):
             if owner is None:  # A counter, for example, is on all replicas.
                 return original(variable, function, args, kwargs=kwargs, group=group)
 
-            def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
+            def on_owner(copy: Scalar, *args: object, **kwargs: object) -> None:
                 if copy is copies[owner]:
                     function(copy, *args, **kwargs)
 
@@ -273,7 +291,7 @@ def _without_lists(
     return dense
 
 
-def _refuse_replicas(*_: Any, **__: Any) -> None:
+def _refuse_replicas(*_: object, **__: object) -> None:
     raise TfMultiGpuError(
         "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would "
         "have each replica change it.",
@@ -291,21 +309,24 @@ def assign_owners(
     ``fixed`` has the owners of variables that have one already, by their index.
     """
     chosen = dict(fixed or {})
-    loads = [sum(sizes[i] for i in chosen if chosen[i] == owner) for owner in range(owners)]
-    for index in sorted(set(range(len(sizes))) - set(chosen), key=lambda i: (-sizes[i], i)):
-        chosen[index] = loads.index(min(loads))
-        loads[chosen[index]] += sizes[index]
-    return tuple(chosen[index] for index in range(len(sizes)))
+    loads = [0] * owners
+    largest_first = sorted(range(len(sizes)), key=lambda i: (i not in chosen, -sizes[i], i))
+    for index in largest_first:  # After those that have an owner already.
+        owner = chosen.setdefault(index, loads.index(min(loads)))
+        loads[owner] += sizes[index]
+    return tuple(map(chosen.__getitem__, range(len(sizes))))
 
 
-def outside_scopes(function: Callable[[], Any]) -> Any:
+def outside_scopes(function: Callable[[], T]) -> T:
     """Calls a function without any strategy in effect, in the graph of the caller."""
     if not tf.distribute.has_strategy():
         return function()
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph: Context = nullcontext()
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph().as_default()
 
-    def call() -> Any:
-        with nullcontext() if graph is None else graph.as_default():
+    def call() -> T:
+        with graph:
             return function()
 
     with ThreadPoolExecutor(1) as pool:  # TensorFlow has no other way out of a scope.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
+from tfmultigpu.lists import by_id
 from tfmultigpu.types import KerasOptimizer
 
 _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple)
+
+
+# The attributes of an object as they are, and as they were.
+_Noted = tuple[dict[str, object], dict[str, object]]
 
 
 class Settings:
@@ -16,8 +20,8 @@ class Settings:
 
     def __init__(self) -> None:
         """Remembers nothing, so that any optimizer is a change."""
-        self._optimizer: Any = None
-        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # As they are, and were.
+        self._optimizer: KerasOptimizer = None
+        self._noted: list[_Noted] = []
         self._ignored: set[str] = set()
 
     def note(self, optimizer: KerasOptimizer, *, traced: bool = False) -> None:
@@ -32,10 +36,7 @@ class Settings:
         if optimizer is not self._optimizer:
             return True
         # Nearly always nothing was set, which is quick to see.
-        if all(
-            len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
-            for now, then in self._noted
-        ):
+        if all(map(_same_objects, self._noted)):
             return False
         if self._differing():
             return True
@@ -47,9 +48,11 @@ class Settings:
         values: dict[str, object] = {}
         for now, _ in self._noted:
             for name, value in now.items():
-                if name not in self._ignored and not name.startswith("_self_"):
-                    is_plain = value is None or isinstance(value, _PLAIN)
-                    values[name] = value if is_plain else f"{type(value).__name__} {id(value)}"
+                if name in self._ignored or name.startswith("_self_"):
+                    continue
+                if value is not None and not isinstance(value, _PLAIN):
+                    value = f"{type(value).__name__} {id(value)}"
+                values[name] = value
         return values
 
     def _differing(self) -> set[str]:
@@ -64,12 +67,19 @@ class Settings:
         return different - self._ignored
 
 
-def _holders(optimizer: KerasOptimizer) -> list[Any]:
+def _same_objects(noted: _Noted) -> bool:
+    now, then = noted
+    return len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
+
+
+def _holders(optimizer: KerasOptimizer) -> list[object]:
     """Returns all optimizers that there are in one, and their schedules."""
     import keras
 
     inner = unwrap_optimizer(optimizer)
-    optimizers = list({id(each): each for each in (optimizer, inner, *parts_of(inner))}.values())
-    kind = keras.optimizers.schedules.LearningRateSchedule
-    values = [value for each in optimizers for value in vars(each).values()]
-    return [*optimizers, *(value for value in values if isinstance(value, kind))]
+    holders = list(by_id([optimizer, inner, *parts_of(inner)]).values())
+    for each in list(holders):
+        for value in vars(each).values():
+            if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+                holders.append(value)
+    return holders

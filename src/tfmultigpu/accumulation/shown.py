@@ -17,5 +17,5 @@ def shown(value: Scalar) -> str:
     if isinstance(value, (tf.Tensor, tf.Variable)):
         value = value.numpy().tolist()
     if isinstance(value, list):
-        return f"[{', '.join(shown(each) for each in value)}]"
+        return f"[{', '.join(map(shown, value))}]"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,15 +14,17 @@ from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 
 # Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
 
-_chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
+_chosen: weakref.WeakKeyDictionary[KerasOptimizer, Replicated] = weakref.WeakKeyDictionary()
 
 
 def update_of(optimizer: KerasOptimizer) -> Replicated | None:
@@ -50,14 +51,18 @@ def _choose(
 ) -> Replicated:
     inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)
-    once = frozenset() if update is None else update.state
-    check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
+    if update is None:
+        check_scope(optimizer.variables, strategy, "optimizer")
+    else:
+        others = [v for v in optimizer.variables if id(v) not in update.state]
+        check_scope(others, strategy, "optimizer")
     refuse_float8(variables)
     if update is None:
         if not variables and not inner.built and inner is optimizer:  # All is frozen, for now.
             return Replicated(optimizer, strategy, "nothing is trained")
         owned, reason = _decide(inner, variables, strategy, shard_update)
-        update = (Owned if owned else Replicated)(optimizer, strategy, reason)
+        kind = Owned if owned else Replicated
+        update = kind(optimizer, strategy, reason)
         with tf.init_scope():
             update.build(variables)
         _chosen[inner] = update
@@ -77,9 +82,8 @@ def _choose(
     if not optimizer.built:  # The inner one is.
         with tf.init_scope(), strategy.scope(), setting(inner, build=lambda variables: None):
             optimizer.build(list(variables))
-    known = {id(variable) for variable in _compat.optimizer_trains(inner)}
-    missing = [v.path for v in variables if known and id(v) not in known]
-    if missing:
+    known = by_id(_compat.optimizer_trains(inner))
+    if known and (missing := [v.path for v in variables if id(v) not in known]):
         raise ScopeError(
             "The optimizer was built for other variables.",
             f"{missing[:3]}",
@@ -92,10 +96,10 @@ def _choose(
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply_reduced_gradients(
     optimizer: KerasOptimizer,
-    gradients: Sequence[Any],
+    gradients: Sequence[Gradient],
     variables: Sequence[KerasVariable],
     *,
-    where: Any = None,
+    where: Scalar = None,
 ) -> None:
     """Updates variables from gradients of the global batch; called once, outside of replicas.
 
@@ -157,7 +161,7 @@ def _decide(
 ) -> tuple[bool, str]:
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables
-    sharded = [v for v in trained if is_sharded(v)]
+    sharded = list(filter(is_sharded, trained))
     if strategy.num_replicas_in_sync == 1:
         return False, "there is one replica"
     if sharded:
@@ -166,8 +170,9 @@ def _decide(
         return False, f"{type(strategy).__name__} has no two devices that one process writes to"
     if optimizer.built:
         return False, "the optimizer was built before, with its state on every replica"
-    if own := [v.name for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]:
-        return False, f"update_step may change {own[0]!r}, which every replica has"
+    for variable in optimizer.variables:
+        if variable.name not in ("iteration", "learning_rate"):
+            return False, f"update_step may change {variable.name!r}, which every replica has"
     if asked != "auto":
         return bool(asked), f"shard_update={asked}"
     if not replicas_share_memory(strategy):

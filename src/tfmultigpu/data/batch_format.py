@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import BatchSpec, Data, Scalar, Shard, Tensor
+from tfmultigpu.types import BatchSpec, Data, Operation, Scalar, Shard, Tensor
 
 _SAMPLED = 2**16
 NO_ROWS = GraphMessage(
@@ -54,6 +53,11 @@ def unpack_batch(batch: Shard) -> tuple[Shard, Shard, Shard]:
         )
     x, y, weight = (*batch, None, None)[:3]
     return x, y, weight
+
+
+def cast_all(tensors: Iterable[Tensor], dtype: tf.DType) -> list[Tensor]:
+    """Returns tensors in one dtype."""
+    return [tf.cast(tensor, dtype) for tensor in tensors]
 
 
 def any_rows(leaf: Tensor) -> BatchSpec:
@@ -151,7 +155,7 @@ def checked_rows(batch: Shard) -> Shard:
     return with_dependencies(checks, batch)
 
 
-def with_dependencies(operations: Sequence[Any], batch: Shard) -> Shard:
+def with_dependencies(operations: Sequence[Operation], batch: Shard) -> Shard:
     """Returns a batch whose tensors are computed after some operations."""
     with tf.control_dependencies(operations):
         return tf.nest.map_structure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +12,7 @@ from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
-from tfmultigpu.types import Batches, BatchSpec, Shard, Tensor
+from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor
 
 
 class Cut:
@@ -71,7 +70,7 @@ class Cut:
         return hash((id(self.strategy), self.on_devices))
 
     @property
-    def function(self) -> Any:
+    def function(self) -> Nested:
         """The function that cuts a global batch into an element.
 
         The strategy keeps it: to trace it takes longer than a short epoch.

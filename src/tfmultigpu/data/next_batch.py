@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data.cut import Cut
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Shard, Untyped
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,7 +19,7 @@ class NextBatch:
         cut: Makes a batch of its value.
     """
 
-    optional: Any
+    optional: Untyped
     cut: Cut
 
     def has_value(self) -> tf.Tensor:
@@ -32,11 +31,11 @@ class NextBatch:
         """Returns the batch; inside a ``tf.function`` in a branch of ``has_value()`` alone."""
         return self.cut.to_batch(self.optional.get_value())
 
-    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Untyped]]:
         """Lets a ``tf.while_loop`` carry it."""
         return (self.cut,), (self.optional,)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> NextBatch:
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Untyped]) -> NextBatch:
         """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])

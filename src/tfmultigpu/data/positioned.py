@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +16,7 @@ from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.types import Batches, Data, Scalar, Shard
+from tfmultigpu.types import Batches, Data, Function, Nested, Scalar, Shard
 
 _NONE = -1
 
@@ -110,7 +109,7 @@ class PositionedDataset(ShardedDataset):
             )
         return iterator
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: Nested, reduce_func: Function) -> Nested:
         """Raises an error: a loop inside a ``tf.function`` does not report its position."""
         raise CheckpointError(
             "A loop over checkpointed data inside a tf.function cannot resume in the middle of a "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -13,7 +13,9 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.passes import SharedNumber
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Batches, Scalar, Shard, Tensor
+from tfmultigpu.types import Batches, Function, Operation, Scalar, Shard, Tensor, Untyped
+
+_Place: TypeAlias = tuple[Scalar, Scalar]  # The number of the pass, of the first row of a batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Preprocessing:
         passes: The number of the current pass, read with its first batch.
     """
 
-    function: Callable[..., Any]
+    function: Function
     seed: int
     passes: SharedNumber = dataclasses.field(default_factory=SharedNumber)
 
-    def begin_pass(self) -> Any:
+    def begin_pass(self) -> Operation:
         """Begins the next pass; returns the operation, in a graph."""
         return self.passes.write(self.passes.read() + 1)
 
@@ -41,14 +43,14 @@ class Preprocessing:
         has_seed = takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def own(state: tuple[Scalar, Scalar], batch: Shard) -> tuple[Any, tuple[Tensor, ...]]:
+        def own(state: _Place, batch: Shard) -> tuple[_Place, tuple[Tensor, ...]]:
             number, first_row = state
             number = tf.where(number < 0, self.passes.read(), number)
             rows = count_rows(batch)
             start, stop = own_range(partition.shard_offsets(rows, shares), local)
             places = tf.range(first_row + start, first_row + stop)
             key = tf.stack([tf.constant(self.seed, tf.int64), number])
-            draw: Any = tf.random.stateless_uniform
+            draw: Untyped = tf.random.stateless_uniform
             mixed = draw([], key, minval=None, maxval=None, dtype=tf.int64)
             seeds = tf.stack([tf.fill(tf.shape(places), mixed), places], 1)
             part = rows, seeds, partition.slice_rows(batch, start, stop)
@@ -56,7 +58,9 @@ class Preprocessing:
 
         # AutoGraph converts these two, for the function of the user.
         def apply(seed: Scalar, example: Tensor) -> Shard:
-            return self.function(example, seed) if has_seed else self.function(example)
+            if has_seed:
+                return self.function(example, seed)
+            return self.function(example)
 
         def preprocess(*part: Tensor) -> Batches:
             rows, seeds, batch = part
@@ -89,7 +93,7 @@ def divide_own_rows(
     return shards, offsets
 
 
-def takes_seed(function: Callable[..., Any]) -> bool:
+def takes_seed(function: Function) -> bool:
     """Returns whether a function of an example takes a seed too."""
     try:
         names = list(inspect.signature(function).parameters)

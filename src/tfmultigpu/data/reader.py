@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +19,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import any_rows, lists_to_tuples
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import BatchSpec, Data, Shard, Tensor
+from tfmultigpu.types import Array, BatchSpec, Data, Function, Shard, Tensor
 
 # The batches that determine the type specs; Keras looks at as many.
 _LOOKED_AT = 2
@@ -35,7 +34,11 @@ class Reader:
     """
 
     def __init__(
-        self, begin: Callable[[], Any], looked_at: list[Shard], name: str, hooks: Any = None
+        self,
+        begin: Callable[[], Iterator[Shard]],
+        looked_at: list[Shard],
+        name: str,
+        hooks: Data = None,
     ) -> None:
         """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
         if not looked_at:
@@ -50,18 +53,18 @@ class Reader:
         self._has_ended = False
         self._most: int | None = None
         self._continues = False
-        self._pass: Any = None
+        self._pass: Iterator[Shard] | None = None
 
     @classmethod
-    def of_function(cls, make_batches: Callable[[], Any]) -> Reader:
+    def of_function(cls, make_batches: Callable[[], Iterable[Shard]]) -> Reader:
         """Reads what a function returns; its first pass continues the one that is looked at."""
         first = iter(make_batches())
         looked_at = _look_at(first)
         # It is not kept once it is read: a generator of the user then ends.
-        first_pass: list[Any] = [itertools.chain(looked_at, first)]
+        first_pass: list[Iterator[Shard]] = [itertools.chain(looked_at, first)]
         first_iterator = _weakly(first)
 
-        def begin() -> Any:
+        def begin() -> Iterator[Shard]:
             if first_pass:
                 return first_pass.pop()
             batches = iter(make_batches())
@@ -117,9 +120,10 @@ class Reader:
 
     def end_pass(self) -> None:
         """Drops the pass that is to be continued: the next iterator begins another one."""
-        left, self._pass = self._pass, None
-        if hasattr(left, "close"):
-            left.close()
+        close: Function | None = getattr(self._pass, "close", None)
+        self._pass = None
+        if close is not None:
+            close()
 
     # In the thread of tf.data. --------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class Reader:
         return batch
 
 
-def _weakly(iterator: Any) -> Callable[[], Any]:
+def _weakly(iterator: Iterator[Shard]) -> Callable[[], Iterator[Shard] | None]:
     try:
         return weakref.ref(iterator)
     except TypeError:  # Of an iterator written in C, which holds nothing of the user.
@@ -155,14 +159,18 @@ def _look_at(batches: Iterable[Shard]) -> list[Shard]:
 
 
 def _to_tensors_or_arrays(batch: Shard) -> Shard:
-    return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf),
-        lists_to_tuples(batch),
-    )
+    return tf.nest.map_structure(_to_tensor_or_array, lists_to_tuples(batch))
+
+
+def _to_tensor_or_array(leaf: Tensor) -> Tensor | Array:
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    return np.asarray(leaf)
 
 
 def _spec_of_batches(batches: list[Shard]) -> BatchSpec:
-    first, second = (tf.nest.map_structure(_spec_of, batches[i]) for i in (0, -1))
+    first = tf.nest.map_structure(_spec_of, batches[0])
+    second = tf.nest.map_structure(_spec_of, batches[-1])
     return tf.nest.map_structure(
         lambda spec, other: spec.most_specific_common_supertype([other]) or spec, first, second
     )

@@ -13,7 +13,6 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.next_batch import NextBatch
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Batches, Shard
+from tfmultigpu.types import Batches, Data, Shard, Untyped
 
 # Those that a user holds, or a traceback, when the program ends.
 _open: weakref.WeakSet[ShardIterator] = weakref.WeakSet()
@@ -37,12 +36,12 @@ class ShardIterator(Iterator[Shard]):
         elements: The dataset that the iterator reads; None in a ``tf.function``.
     """
 
-    source: Any
+    source: Data
     cut: Cut
     elements: Batches | None = None
 
     @classmethod
-    def over(cls, source: Any, elements: Batches, cut: Cut) -> ShardIterator:
+    def over(cls, source: Data, elements: Batches, cut: Cut) -> ShardIterator:
         """Begins a pass over ``source``, which hands out the elements."""
         if tf.inside_function():  # Such an iterator ends with the call of the function.
             return cls(iter(source), cut)
@@ -114,12 +113,12 @@ class ShardIterator(Iterator[Shard]):
         """Returns the next batch if there is one: ``has_value()`` tells, ``get_value()`` has it."""
         return NextBatch(self.source.get_next_as_optional(), self.cut)
 
-    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Untyped]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""
         return (self.cut,), (self.source,)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> ShardIterator:
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Untyped]) -> ShardIterator:
         """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import tensorflow as tf
 
@@ -23,7 +23,18 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
-from tfmultigpu.types import Batches, BatchSpec, Data, Scalar, Shard, Strategy, Tensor
+from tfmultigpu.types import (
+    Batches,
+    BatchSpec,
+    Data,
+    Function,
+    Nested,
+    Scalar,
+    Shard,
+    Strategy,
+    Tensor,
+    Untyped,
+)
 
 _MOST_SHOWN = 4  # Tensors of a batch, in the line of a dataset.
 
@@ -36,7 +47,7 @@ def distribute_dataset(
     shares: Sequence[float] | None = None,
     small_batches: Literal["partition", "copy"] = "partition",
     prefetch_to_device: bool | None = None,
-    preprocess: Callable[..., Any] | None = None,
+    preprocess: Function | None = None,
     seed: int | None = None,
 ) -> ShardedDataset:
     """Cuts each global batch of a dataset into one shard per replica.
@@ -213,7 +224,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         has_workers = len(local) < strategy.num_replicas_in_sync
         spec: BatchSpec = batches.element_spec
         if preprocessing is not None:
-            own: Any = compared_over_workers(batches, strategy)
+            own: Data = compared_over_workers(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
             spec = own.element_spec[1]
         if prefetch_to_device is None:
@@ -259,9 +270,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         with tf.control_dependencies(self._begin_pass()):
             return ShardIterator.over(self._source, self._elements, self.cut)
 
-    def _begin_pass(self) -> list[Any]:
+    def _begin_pass(self) -> list[Nested]:
         """Says that a pass begins to what wants to know; returns the operations, in a graph."""
-        begun: list[Any] = []
+        begun: list[Nested] = []
         if self.preprocessing is not None:
             begun.append(self.preprocessing.begin_pass())
         if self.reader is not None and tf.inside_function():
@@ -308,21 +319,21 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         if self.strategy.num_replicas_in_sync == 1:
             return self.cut.element_spec
         replicas = len(self.cut.local)
-        kind: Any = type(tf.type_spec_from_value(per_replica(self.strategy, [1] * replicas)))
+        kind: Function = type(tf.type_spec_from_value(per_replica(self.strategy, [1] * replicas)))
 
         def of_replicas(spec: BatchSpec) -> BatchSpec:
             return kind(*[any_rows(spec)] * replicas) if hasattr(spec, "shape") else spec
 
         return tf.nest.map_structure(of_replicas, self.cut.element_spec)
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: Nested, reduce_func: Function) -> Nested:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
         # TensorFlow warns about its own call on its own dataset; the user cannot change it.
         of_options = ignoring_warnings("To make it possible to preserve tf.data options")
         with of_options, tf.control_dependencies(self._begin_pass()):
             source = iter(self._source)
 
-        def body(optional: Any, state: Any) -> tuple[Any, Any]:
+        def body(optional: Untyped, state: Nested) -> tuple[Nested, Nested]:
             state = reduce_func(state, self.cut.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from numbers import Integral
-from typing import Any
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
+from tfmultigpu.types import Untyped
 
 _PARTS = 2**20  # Fractional shares are rounded to this many parts.
 
@@ -73,7 +73,7 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
     return plan_shares(_PARTS, shares)
 
 
-def _checked(shares: Any, replicas: int | None = None) -> tuple[Any, ...]:
+def _checked(shares: Untyped, replicas: int | None = None) -> tuple[float, ...]:
     """Checks that there is one positive finite number per replica."""
     numbers = tuple(shares) if isinstance(shares, Iterable) else ()
     try:

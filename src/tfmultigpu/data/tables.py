@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Data
+from tfmultigpu.types import Data, Untyped
 
 
 def columns_as_array(value: Data) -> Data:
@@ -17,7 +16,7 @@ def columns_as_array(value: Data) -> Data:
     """
     import keras
 
-    pandas: Any = sys.modules.get("pandas")
+    pandas: Untyped = sys.modules.get("pandas")
     if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series)):
         return value
     frame = value

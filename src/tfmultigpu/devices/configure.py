@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,9 +16,9 @@ from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physic
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
-from tfmultigpu.types import PhysicalDevice
+from tfmultigpu.types import PhysicalDevice, Untyped
 
-_config: Any = tf.config
+_config: Untyped = tf.config
 _MIB = 1024**2
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from tfmultigpu.types import Untyped
 
 
 class NvmlGpu(NamedTuple):
@@ -28,7 +30,7 @@ def read_gpus() -> tuple[NvmlGpu, ...]:
     out would renumber those after it.
     """
     try:
-        nvml: Any = importlib.import_module("pynvml")
+        nvml: Untyped = importlib.import_module("pynvml")
     except ImportError:
         return ()
     try:
@@ -47,7 +49,7 @@ def read_gpus() -> tuple[NvmlGpu, ...]:
         nvml.nvmlShutdown()
 
 
-def _read_gpu(nvml: Any, handle: Any) -> NvmlGpu:
+def _read_gpu(nvml: Untyped, handle: Untyped) -> NvmlGpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)

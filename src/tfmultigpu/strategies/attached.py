@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import tensorflow as tf
+
+from tfmultigpu.types import Function, Untyped
 
 _NAME = "kept_by_tfmultigpu"
 
@@ -23,13 +24,13 @@ class Attached:
         scope: Enters the scope in which models are built; None for ``strategy.scope``.
     """
 
-    running: Any = None
-    cuts: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    features: tuple[Callable[[], Any], ...] = ()
+    running: Untyped = None
+    cuts: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
+    features: tuple[Callable[[], object], ...] = ()
     scope: Callable[[], AbstractContextManager[object]] | None = None
 
     def serve(
-        self, feature: Callable[[], Any], scope: Callable[[], AbstractContextManager[object]]
+        self, feature: Callable[[], object], scope: Callable[[], AbstractContextManager[object]]
     ) -> None:
         """Has every step of the strategy get a feature, and every model be built in a scope."""
         self.features, self.scope = (*self.features, feature), scope

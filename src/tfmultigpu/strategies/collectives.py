@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,6 +14,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined
 from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.types import Untyped
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
@@ -104,7 +104,7 @@ def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
 @contextmanager
 def refusing_to_meet(error: Exception) -> Iterator[None]:
     """Raises an error if this replica waits for the others inside the context; replica context."""
-    context: Any = tf.distribute.get_replica_context()
+    context: Untyped = tf.distribute.get_replica_context()
     refused: list[bool] = []
 
     def refuse(*_: object, **__: object) -> None:
@@ -188,7 +188,7 @@ def _bytes(tensor: tf.Tensor) -> int:
     return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
-def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def all_reduce_sum(context: Untyped, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds tensors over all replicas in a replica context: one ``all_reduce`` for each dtype."""
     reduced: dict[int, tf.Tensor] = {}
     numbers: dict[tf.DType, list[int]] = {}

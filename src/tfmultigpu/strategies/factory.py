@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -18,14 +18,14 @@ from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
-from tfmultigpu.types import Communication, Prefer, Strategy
+from tfmultigpu.types import Communication, Prefer, Strategy, Untyped
 
 if TYPE_CHECKING:
     from tfmultigpu.addons.workers.cluster import Cluster
     from tfmultigpu.addons.workers.scheduler import Scheduler
 
 _log = logging.getLogger("tfmultigpu")
-_distribute: Any = tf.distribute
+_distribute: Untyped = tf.distribute
 _ADDITIONS = {
     "nccl": _distribute.NcclAllReduce,
     "hierarchical_copy": _distribute.HierarchicalCopyAllReduce,
@@ -141,7 +141,7 @@ def _look_around(
     tpu = NO_TPU
     if prefer in ("auto", "tpu") and devices is None:
         tpu = find_tpu(os.environ, local=any(name.startswith("TPU:") for name in names))
-    test: Any = tf.test
+    test: Untyped = tf.test
     nccl = bool(test.is_built_with_gpu_support()) and os.name == "posix"
     return MachineInfo(names, tpu, cluster, why_no_cluster(), nccl, why_no_more_gpus())
 

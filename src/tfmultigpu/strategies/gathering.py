@@ -6,15 +6,12 @@ elements. Everything else travels as bytes: serialized, sent as int32, and parse
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Array, Shard, Untyped
 
-_Array: TypeAlias = np.ndarray[Any, Any]
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
@@ -29,7 +26,7 @@ def gather_rows(
     first = strategy.experimental_local_results(value)[0]
     with explaining_lost_workers():
         if isinstance(first, tf.RaggedTensor):
-            ragged: Any = tf.RaggedTensor
+            ragged: Untyped = tf.RaggedTensor
             parts = strategy.run(lambda r: [r.flat_values, *r.nested_row_lengths()], args=(value,))
             flat, *lengths = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
             return ragged.from_nested_row_lengths(flat, lengths)
@@ -72,7 +69,7 @@ def _as_numbers(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.io.decode_raw(padded, tf.int32), size[None]
 
 
-def _texts(numbers: _Array, sizes: _Array) -> _Array:
+def _texts(numbers: Array, sizes: Array) -> Array:
     """Returns the text of each replica."""
     parts = np.split(numbers, np.cumsum((sizes + 3) // 4)[:-1])
     texts = [part.tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]

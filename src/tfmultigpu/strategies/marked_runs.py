@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.topology import describe, local_replicas
+from tfmultigpu.types import Function, Graph, Nested, Untyped
 
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
@@ -57,7 +58,7 @@ class _Running:
         """Returns the mark of the innermost ``run`` around the caller."""
         if not tf.inside_function():
             return self.eager.marks[-1]
-        graph: Any = tf.compat.v1.get_default_graph()
+        graph: Graph = tf.compat.v1.get_default_graph()
         while graph is not None:
             if id(graph) in self.by_graph:
                 return self.by_graph[id(graph)]
@@ -115,7 +116,7 @@ def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[tf.Tensor | None, 
     return mark
 
 
-def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(strategy: Untyped, function: Function, *args: object, **kwargs: object) -> Nested:
     # AutoGraph converts this, and so the function of the user.
     running = attached(strategy).running
     mark = _mark_of(strategy, args, kwargs) or running.mark()

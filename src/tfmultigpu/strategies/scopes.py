@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable
+from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable, Untyped
 
 _LEGACY = "tf_keras"
 
@@ -84,7 +83,7 @@ def check_kinds(model: KerasModel, strategy: object, *optimizers: KerasOptimizer
 def _check_strategy(strategy: object) -> None:
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
-    distribute: Any = tf.distribute
+    distribute: Untyped = tf.distribute
     experimental = distribute.experimental
     central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
     if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):

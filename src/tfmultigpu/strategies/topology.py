@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.types import KerasModel, KerasVariable, Shard
+from tfmultigpu.types import KerasModel, KerasVariable, Shard, Untyped
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
@@ -25,7 +24,7 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
 def is_sharded(variable: KerasVariable) -> bool:
     """Returns whether a variable has one copy, on one of several devices of its strategy."""
     value = tf_variable(variable)
-    strategy: Any = getattr(value, "distribute_strategy", None)
+    strategy: Untyped = getattr(value, "distribute_strategy", None)
     return is_mirrored(strategy) and len(strategy.experimental_local_results(value)) == 1
 
 
@@ -41,7 +40,7 @@ def owner_of(variable: KerasVariable, devices: Sequence[str]) -> int:
     return names.index(parse_device_name(tf_variable(variable).device))
 
 
-def tf_variable(variable: KerasVariable) -> Any:
+def tf_variable(variable: KerasVariable) -> KerasVariable:
     """Returns the ``tf.Variable`` of a Keras variable, or the ``tf.Variable`` that is given."""
     value = getattr(variable, "value", variable)
     if callable(value):
@@ -92,7 +91,7 @@ def per_replica(strategy: tf.distribute.Strategy, values: list[Shard]) -> Shard:
 def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """Returns the devices of a strategy in this process; none for TensorFlow's default strategy."""
     try:
-        names: Any = strategy.extended.worker_devices
+        names: Untyped = strategy.extended.worker_devices
     except RuntimeError:
         return ()  # The default strategy has none of its own, and says so.
     return tuple(map(parse_device_name, names))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,7 @@ from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import Array, Untyped
 
 _Name = TypeVar("_Name")
 _SHORTEST = 8
@@ -35,7 +36,7 @@ class WorkerExchange:
         self.is_chief = self.worker == 0
         self._local = len(local)
 
-    def __call__(self, purpose: str, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def __call__(self, purpose: str, numbers: Sequence[int]) -> Array:
         """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``."""
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
@@ -54,7 +55,7 @@ class WorkerExchange:
             )
         return np.asarray(gathered[:, 2 : count + 2], "int64")
 
-    def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
+    def rows(self, next_rows: Callable[[], Array]) -> Array:
         """Returns the rows of all replicas; ``next_rows`` is called once for each local one."""
         if self.workers == 1:
             return np.concatenate([np.asarray(next_rows()) for _ in range(self._local)])
@@ -63,15 +64,13 @@ class WorkerExchange:
             gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
         return np.asarray(gathered.numpy())
 
-    def floats(
-        self, purpose: str, values: Iterable[float]
-    ) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def floats(self, purpose: str, values: Iterable[float]) -> Array:
         """Returns the floats of all workers, without rounding."""
         bits = np.asarray(list(values), "float64").view("int64")
         return np.ascontiguousarray(self(purpose, bits.tolist())).view("float64")
 
     def find_difference(
-        self, purpose: str, values: Mapping[_Name, Any]
+        self, purpose: str, values: Mapping[_Name, object]
     ) -> tuple[_Name, int] | None:
         """Returns the first name whose values differ, and a worker that differs from this one.
 
@@ -104,5 +103,5 @@ def digest_of(data: str | bytes) -> int:
 
 
 @functools.cache  # Called eagerly, TensorFlow would trace each gathering anew.
-def _gather_of(strategy: tf.distribute.Strategy) -> Any:
+def _gather_of(strategy: tf.distribute.Strategy) -> Untyped:
     return tf.function(lambda value: gather_rows(strategy, value), autograph=False)

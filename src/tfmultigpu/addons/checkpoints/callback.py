@@ -12,7 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import numpy as np
@@ -25,7 +25,16 @@ from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import digest_of
-from tfmultigpu.types import FitStart, KerasCallback, Logs, ResumingCallback, RunningFit
+from tfmultigpu.types import (
+    Array,
+    FitStart,
+    Json,
+    KerasCallback,
+    Logs,
+    ResumingCallback,
+    RunningFit,
+    Untyped,
+)
 
 if TYPE_CHECKING:
     from tfmultigpu.addons.checkpoints.manager import Checkpoints
@@ -34,8 +43,8 @@ _log = logging.getLogger("tfmultigpu")
 _METRICS = "fit/metrics"
 _METHOD = "state()"
 # In JSON types, by the names of callbacks and attributes.
-_States: TypeAlias = dict[str, dict[str, Any]]
-_NewArrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
+_States: TypeAlias = dict[str, dict[str, Json]]
+_NewArrays: TypeAlias = dict[str, Array]
 
 
 class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: ignore[misc]
@@ -64,7 +73,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         # The states of callbacks and their arrays, once training has begun.
         self._begin: tuple[_States, Arrays] | None = None
 
-    def read(self) -> tuple[Mapping[str, Any] | None, Arrays]:
+    def read(self) -> tuple[Json, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
             return self._stored.run["fit"], self._stored.of_fit
@@ -243,7 +252,7 @@ def _has_method(callback: KerasCallback, name: str) -> bool:
     return callable(getattr(type(callback), name, None))
 
 
-def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, Any]:
+def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, object]:
     """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
     others = {"params", "model", "_params", "_model"}
     if hasattr(callback, "monitor_op"):
@@ -271,7 +280,7 @@ def _write_states(callbacks: Mapping[str, KerasCallback], states: _States, array
                 setattr(callbacks[key], name, _unpack(packed, arrays))
 
 
-def _pack(value: Any, arrays: _NewArrays) -> Any:
+def _pack(value: Untyped, arrays: _NewArrays) -> Json:
     """Returns a plain value in JSON types; its arrays go to ``arrays``. Else it is a TypeError."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -292,7 +301,7 @@ def _pack(value: Any, arrays: _NewArrays) -> Any:
     return {"array": [name, dtype.name if dtype.isbuiltin == 2 else dtype.str]}
 
 
-def _unpack(packed: Any, arrays: Arrays) -> Any:
+def _unpack(packed: Json, arrays: Arrays) -> object:
     """Returns the value of a packed one."""
     if isinstance(packed, list):
         return [_unpack(item, arrays) for item in packed]

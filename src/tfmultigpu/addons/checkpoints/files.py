@@ -14,15 +14,16 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Array, Json
 
-Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
-Content: TypeAlias = tuple[Mapping[str, Any], Arrays]  # The description of a run, its arrays.
+Arrays: TypeAlias = Mapping[str, Array]
+Content: TypeAlias = tuple[Mapping[str, Json], Arrays]  # The description of a run, its arrays.
 _FORMAT = 6
 
 
@@ -30,7 +31,7 @@ class Stored(NamedTuple):
     """An intact checkpoint: its file, the description of the run, arrays of it and of ``fit``."""
 
     path: Path
-    run: dict[str, Any]
+    run: dict[str, Json]
     arrays: Arrays
     of_fit: Arrays
 
@@ -49,7 +50,7 @@ def read(path: Path) -> Stored:
     """Reads a checkpoint whole; of a damaged one a changed byte may raise almost any error."""
     with zipfile.ZipFile(path) as archive:
         # An entry is read to its end, where zipfile compares its checksum.
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        arrays: dict[str, Array] = {}
         for name in archive.namelist():
             content = io.BytesIO(archive.read(name))
             arrays[name.removesuffix(".npy")] = np.load(content, allow_pickle=False)
@@ -132,7 +133,7 @@ def save(
     return path
 
 
-def _write(path: Path, step: int, run: Mapping[str, Any], arrays: Arrays) -> None:
+def _write(path: Path, step: int, run: Mapping[str, Json], arrays: Arrays) -> None:
     text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
     hidden = path.with_name(".half-written.npz")
     with hidden.open("wb") as file:

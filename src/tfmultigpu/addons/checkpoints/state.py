@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -34,9 +34,17 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasMetric, KerasModel, KerasOptimizer, KerasVariable, ShardUpdate
+from tfmultigpu.types import (
+    Array,
+    KerasMetric,
+    KerasModel,
+    KerasOptimizer,
+    KerasVariable,
+    ShardUpdate,
+    Tensor,
+)
 
-Variables: TypeAlias = dict[str, Any]  # Variables of TensorFlow, by group, number and path.
+Variables: TypeAlias = dict[str, tf.Variable]  # By group, number and path.
 _SEEDS = "seeds"
 
 
@@ -48,7 +56,7 @@ class RunVariables:
         model: KerasModel,
         optimizer: KerasOptimizer,
         train_step: TrainStep | ChainedStep | None,
-        extra: Mapping[str, Any] | None,
+        extra: Mapping[str, object] | None,
     ) -> None:
         """Checks the arguments of ``Checkpoints``."""
         parts = [(model, optimizer)]
@@ -229,7 +237,7 @@ def _untracked_variables(model: KerasModel) -> list[tf.Variable]:
     return untracked
 
 
-def _leaves(value: object) -> list[Any]:
+def _leaves(value: object) -> list[Tensor]:
     """Returns the items of lists and dicts, whose keys cannot be sorted, and states of modules."""
     if isinstance(value, tf.random.Generator):
         return [value.state]
@@ -244,7 +252,7 @@ def _leaves(value: object) -> list[Any]:
     return leaves
 
 
-def _extra_variables(owners: Mapping[str, Any]) -> dict[str, list[KerasVariable]]:
+def _extra_variables(owners: Mapping[str, object]) -> dict[str, list[KerasVariable]]:
     """Returns the variables of objects, such as metrics, or of lists of variables."""
     groups = {}
     for name, owner in owners.items():
@@ -273,7 +281,7 @@ def read_state(
     Variables whose ``id`` is in ``alike`` are not compared.
     """
     strategy = exchange.strategy
-    copies_of: dict[str, list[np.ndarray[Any, Any]]] = {}
+    copies_of: dict[str, list[Array]] = {}
     digests: list[int] = []  # -1 if copies differ here.
     for name, variable in variables.items():
         if strategy.num_replicas_in_sync == 1 or id(variable) in alike:
@@ -291,7 +299,7 @@ def read_state(
 
     by_worker = exchange("the state to save", digests)
     differing = (by_worker < 0).any(0) | (by_worker != by_worker[0]).any(0)
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, Array] = {}
     for (name, copies), differs in zip(copies_of.items(), differing, strict=True):
         arrays[name] = copies[0]
         if differs:
@@ -299,9 +307,9 @@ def read_state(
     return arrays
 
 
-def _array_of(variable: tf.Variable) -> np.ndarray[Any, Any]:
+def _array_of(variable: tf.Variable) -> Array:
     """Returns the value of a variable with an axis for replicas."""
-    value: np.ndarray[Any, Any] = np.asarray(variable.numpy())[None]
+    value: Array = np.asarray(variable.numpy())[None]
     return value
 
 
@@ -314,9 +322,7 @@ def write_state(variables: Variables, arrays: Arrays, exchange: WorkerExchange) 
             copy.assign(tf.constant(value))
 
 
-def _for_replicas(
-    variable: tf.Variable, copies: np.ndarray[Any, Any], replicas: int
-) -> Sequence[np.ndarray[Any, Any]] | np.ndarray[Any, Any]:
+def _for_replicas(variable: tf.Variable, copies: Array, replicas: int) -> Sequence[Array] | Array:
     """Returns values of the replicas; for another number of them, of the same sum or mean."""
     copies = copies.view(variable.dtype.as_numpy_dtype)
     if len(copies) == replicas:

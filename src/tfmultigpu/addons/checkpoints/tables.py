@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +17,9 @@ from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.other_states import OtherState, read_table, write_table
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
+from tfmultigpu.types import Untyped
 
-Table: TypeAlias = Any  # Of these kinds, which types of TensorFlow leave out.
+Table: TypeAlias = Untyped  # Of these kinds, which types of TensorFlow leave out.
 Tables: TypeAlias = Mapping[str, Table]  # By the begin of the names of their arrays.
 PREFIX = "tables/"  # Of the names of arrays.
 _KINDS = tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable

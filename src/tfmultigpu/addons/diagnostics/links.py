@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +23,7 @@ from tfmultigpu.addons.diagnostics.report import Finding, Report
 from tfmultigpu.devices import enable_memory_growth, list_devices, split_device
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies import create_strategy
+from tfmultigpu.types import Nested, Tensor, Untyped
 
 _CHILD = (
     "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(*sys.argv[1:])"
@@ -109,16 +109,16 @@ def run_tests(seconds: str, *devices: str) -> None:
         print(_MARK + json.dumps([name, fault]), flush=True)
 
 
-def copy(tensor: tf.Tensor, device: str) -> Any:
+def copy(tensor: tf.Tensor, device: str) -> Tensor:
     """Copies a tensor to a device."""
     with tf.device(device):
         return tf.identity(tensor)
 
 
-def add(strategy: tf.distribute.Strategy) -> Any:
+def add(strategy: tf.distribute.Strategy) -> Tensor:
     """Adds 1, 2, 4 ... of the replicas; returns the sum that each has."""
 
-    def replica() -> Any:
+    def replica() -> Nested:
         context = tf.distribute.get_replica_context()
         number = tf.cast(context.replica_id_in_sync_group, tf.float32)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([_SIZE], 2.0**number))
@@ -133,7 +133,7 @@ def _test_copy(source: str, target: str) -> str:
     return _fault(copy(there, target).numpy(), sent)
 
 
-def _test_sum(devices: Sequence[str], way: Any) -> str:
+def _test_sum(devices: Sequence[str], way: Untyped) -> str:
     try:
         strategy = create_strategy(devices=devices, communication=way, fallback=False)
     except StrategyUnavailableError:  # NCCL on parts of a GPU, pairs of an odd number of devices.

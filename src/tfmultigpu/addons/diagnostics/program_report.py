@@ -6,7 +6,6 @@ import functools
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -33,7 +32,15 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, Optimizer, Strategy
+from tfmultigpu.types import (
+    Data,
+    KerasModel,
+    KerasOptimizer,
+    KerasVariable,
+    Optimizer,
+    Scalar,
+    Strategy,
+)
 
 _SCOPE = "with strategy.scope():"
 _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
@@ -42,7 +49,7 @@ _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a wa
 def explain(
     model: KerasModel,
     optimizer: Optimizer | None = None,
-    dataset: Any = None,
+    dataset: Data = None,
     strategy: Strategy | None = None,
 ) -> Report:
     """Reports why a program uses one device, with the line to change.
@@ -222,7 +229,7 @@ def _check_tables(model: KerasModel, optimizer: KerasOptimizer) -> Iterator[Find
         yield Finding("note", "whole-table", what, why, change)
 
 
-def _check_reads(steps: Sequence[Any], strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+def _check_reads(steps: Sequence[Scalar], strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     """Finds what is on one device and read by all replicas, as the traces so far tell."""
     touched: dict[int, tf.Variable] = {}
     for step in steps:
@@ -251,7 +258,7 @@ def _bytes(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)
 
 
-def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+def _check_batch(dataset: Data, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     replicas, rows, problem = strategy.num_replicas_in_sync, None, ""
     if isinstance(dataset, ShardedDataset):
         if dataset.strategy is not strategy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -14,11 +14,10 @@ from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import untuned
-from tfmultigpu.types import Data, Scalar, Shard
+from tfmultigpu.types import Batches, Data, Nested, Scalar, Shard, Untyped
 
-_Batches: TypeAlias = tf.data.Dataset[Any]
 _Cut: TypeAlias = Callable[..., Shard] | None
-_Keep: TypeAlias = Callable[[Any, Callable[[], Any]], Any]
+_Keep: TypeAlias = Callable[[object, Callable[[], Nested]], Nested]
 
 
 def shard_arrays(
@@ -47,7 +46,7 @@ def shard_arrays(
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     specs = tf.nest.map_structure(any_rows, arrays)
 
-    def pipeline(arrays: Data, seed: Scalar, first_batch: Scalar) -> tuple[_Batches, _Batches]:
+    def pipeline(arrays: Data, seed: Scalar, first_batch: Scalar) -> tuple[Batches, Batches]:
         """Returns the batches, and the same cut."""
         if shuffle:
             passes = functools.partial(_shuffled, arrays, batch_size, seed, first_batch)
@@ -59,7 +58,7 @@ def shard_arrays(
             return uncut, uncut
         return uncut, passes(cut.function)
 
-    def trace() -> Any:
+    def trace() -> Nested:
         scalar = tf.TensorSpec([], tf.int64)
         # Made once: TensorFlow would warn of a trace for each model.
         return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
@@ -74,7 +73,7 @@ def shard_arrays(
 # iterator.
 
 
-def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> _Batches:
+def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> Batches:
     """Returns pass after pass in the order of the rows."""
     per_pass = -(-_rows(arrays) // batch_size)
 
@@ -88,13 +87,13 @@ def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> 
 
 def _shuffled(
     arrays: Data, batch_size: int, seed: Scalar, first_batch: Scalar, cut: _Cut
-) -> _Batches:
+) -> Batches:
     """Returns pass after pass, each in an order of its own."""
     rows = _rows(arrays)
     per_pass = -(-rows // batch_size)
-    random: Any = tf.random
+    random: Untyped = tf.random
 
-    def choose(state: tuple[Scalar, Scalar], number: Scalar) -> tuple[Any, Scalar]:
+    def choose(state: tuple[Scalar, Scalar], number: Scalar) -> tuple[Scalar, Scalar]:
         """Returns the state, a pass and its order, and the rows of a batch."""
         drawn_for, order = state
         number_of_pass = number // per_pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -14,14 +14,17 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import BatchSpec, KerasModel, Nested
 
+_Purposes: TypeAlias = dict[str, tuple[object, Nested]]
 # For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
 # real reference would keep the model alive forever.
-_kept: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[KerasModel, dict[str, tuple[object, Nested]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def get_or_make(model: KerasModel, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
+def get_or_make(model: KerasModel, purpose: str, key: object, make: Callable[[], Nested]) -> Nested:
     """Returns what was made last for a model and a purpose, or makes it anew for another key.
 
     If a key contains the ``id`` of an object, what is made must keep that object alive.
@@ -33,7 +36,7 @@ def get_or_make(model: KerasModel, purpose: str, key: Any, make: Callable[[], An
         return known[purpose][1]
 
 
-def build_if_needed(model: KerasModel, strategy: tf.distribute.Strategy, spec: Any) -> None:
+def build_if_needed(model: KerasModel, strategy: tf.distribute.Strategy, spec: BatchSpec) -> None:
     """Builds a model that is not built from the type specs of a batch, on one thread."""
     with lock_of(model, "build"):
         if not is_built(model):

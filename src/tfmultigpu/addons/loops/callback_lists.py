@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import keras
 
@@ -17,7 +16,7 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import is_sharded
-from tfmultigpu.types import FitStart, KerasVariable, Logs, RunningFit, StepSums
+from tfmultigpu.types import FitStart, KerasVariable, Logs, RunningFit, StepSums, Tensor
 
 
 class EvaluationCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -27,7 +26,7 @@ class EvaluationCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         evaluation: The loop of an evaluation or a validation; None for a training without.
     """
 
-    def __init__(self, hooks: Hooks, evaluation: EvaluationLoop | None, **params: Any) -> None:
+    def __init__(self, hooks: Hooks, evaluation: EvaluationLoop | None, **params: object) -> None:
         # ``hooks`` has given its callbacks their model and their parameters.
         super().__init__(hooks.callbacks, **params)
         self.evaluation = evaluation
@@ -106,11 +105,11 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         """Returns the sums of this epoch, which the loop adds up."""
         return self._training.sums
 
-    def restore_sums(self, sums: Mapping[str, Sequence[Any]]) -> None:
+    def restore_sums(self, sums: Mapping[str, Sequence[Tensor]]) -> None:
         """Puts back the sums of a resumed epoch."""
         self._training.sums.update((name, StepSums(*fields)) for name, fields in sums.items())
 
-    def data(self) -> Mapping[str, Any]:
+    def data(self) -> Mapping[str, object]:
         """Returns the known facts of the data, in JSON types."""
         feed = self._training.feed
         return feed.description if feed.steps is None else {**feed.description, "steps": feed.steps}

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu import _compat
+from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.addons.loops import _private
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import BatchSpec, KerasMetric, KerasModel, KerasVariable, Shard
+from tfmultigpu.types import (
+    BatchSpec,
+    Function,
+    KerasMetric,
+    KerasModel,
+    KerasVariable,
+    Loss,
+    Metrics,
+    Options,
+    Shard,
+    Tensor,
+    Untyped,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +63,14 @@ class EpochMetrics:
             owners.insert(0, self.container)
         for step in self.steps.values():
             owners += step.metrics
-        return list({id(owner): owner for owner in owners}.values())  # Two steps may share one.
+        return list(by_id(owners).values())  # Two steps may share one.
 
     def reset(self) -> None:
         """Resets all metrics; not traced: some create their variables in their first update."""
         for owner in self._owners:
             owner.reset_state()
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Tensor]:
         """Returns the result of each metric by its name; traces tell which a step updates."""
         named: dict[str, KerasMetric] = {}
         if not self.steps:
@@ -79,13 +92,13 @@ class EpochMetrics:
         return {**compiled, **own, **compiled}  # In Keras' order.
 
     @functools.cached_property
-    def _results(self) -> Callable[[], Any]:
+    def _results(self) -> Function:
         """The results of compiled metrics in one call, which is faster."""
-        if not all(_compat.is_part_of_keras(type(metric)) for metric in self.container.metrics):
+        if not all(map(is_part_of_keras, map(type, self.container.metrics))):
             return self.container.result  # type: ignore[no-any-return]
-        traced: Any = tf.function(lambda: self.container.result(), autograph=False)
+        traced: Untyped = tf.function(lambda: self.container.result(), autograph=False)
         # TensorFlow would take the functions of several models for one that it traces anew.
-        concrete: Callable[[], Any] = traced.get_concrete_function()
+        concrete: Function = traced.get_concrete_function()
         return concrete
 
 
@@ -104,7 +117,7 @@ def metrics_inside(model: KerasModel) -> list[KerasMetric]:
 
 def read_compiled(
     model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: BatchSpec
-) -> tuple[dict[str, Any], EpochMetrics]:
+) -> tuple[Options, EpochMetrics]:
     """Returns what a compiled model gives to a step for such batches, and the metrics in its logs.
 
     Creates the metrics that Keras would create, in the scope; ``model.metrics`` holds them
@@ -113,7 +126,7 @@ def read_compiled(
     arguments = compile_arguments(model)
     x, y_true, _ = unpack_batch(batch_spec)
     y_pred = _outputs(model, x)
-    given: dict[str, Any] = {}
+    given: Options = {}
     for name in ("loss", "loss_weights"):
         given[name] = _by_key(arguments.get(name), y_pred)
     _check_reductions(given["loss"])
@@ -121,13 +134,13 @@ def read_compiled(
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
         with strategy.scope():
-            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
+            container, plain, weighted, keys = _private.compiled_metrics(model, y_true, y_pred)
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
     return given, EpochMetrics(metrics_inside(model), container)
 
 
-def _check_reductions(losses: Any) -> None:
+def _check_reductions(losses: Loss) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", "") in (None, "none"):
             raise LossError(
@@ -151,7 +164,7 @@ def check_labels(model: KerasModel, batch_spec: BatchSpec) -> None:
         )
 
 
-def compile_arguments(model: KerasModel) -> Any:
+def compile_arguments(model: KerasModel) -> Options:
     """Returns the arguments of ``model.compile``; a new object after each call of it."""
     if not getattr(model, "compiled", False):
         raise LossError(
@@ -160,7 +173,7 @@ def compile_arguments(model: KerasModel) -> Any:
             "Write with strategy.scope(): model.compile('adam', loss='mse'), with your loss; or "
             "with a step tmg.fit(model, data, step=step).",
         )
-    arguments = _compat.compile_arguments(model)
+    arguments = _private.compile_arguments(model)
     refuse_legacy_keras(arguments)
     return arguments
 
@@ -170,20 +183,20 @@ def _outputs(model: KerasModel, x: BatchSpec) -> Shard:
     try:
         return call_on_shapes(model, x, training=False)
     except Exception:  # A model that needs real tensors may raise anything: trace it instead.
-        traced: Any = tf.function(lambda x: model(x, training=False), autograph=False)
+        traced: Untyped = tf.function(lambda x: model(x, training=False), autograph=False)
         with calling_once():
             return traced.get_concrete_function(x).structured_outputs
 
 
-def _by_key(values: Any, y_pred: Shard) -> Any:
+def _by_key(values: Loss, y_pred: Shard) -> Loss:
     """Returns a list of values for a dict of outputs as a dict, with the keys in Keras' order."""
     if not isinstance(values, (list, tuple)) or not isinstance(y_pred, Mapping):
         return values
-    keys = list(y_pred) if len(y_pred) == 1 else sorted(y_pred)
+    keys = sorted(y_pred)
     return dict(zip(keys, values, strict=True))
 
 
-def _by_output(lists: list[list[KerasMetric]], y_pred: Shard, keys: list[str] | None) -> Any:
+def _by_output(lists: list[list[KerasMetric]], y_pred: Shard, keys: list[str] | None) -> Metrics:
     """Returns the metrics of each output in the form that a step takes."""
     if not any(lists):
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,16 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Data, KerasModel, Model, Verbose, Verify
+from tfmultigpu.types import (
+    Data,
+    Function,
+    KerasCallback,
+    KerasModel,
+    Model,
+    Nested,
+    Verbose,
+    Verify,
+)
 
 
 @in_one_thread
@@ -41,11 +50,11 @@ def evaluate(
     batch_size: int | None = None,
     sample_weight: Data = None,
     steps: int | None = None,
-    callbacks: Any = (),
+    callbacks: KerasCallback = (),
     verbose: Verbose = "auto",
     return_dict: bool = True,
     verify: Verify = "first",
-) -> Any:
+) -> Nested:
     """Computes loss and metrics of a compiled model, exactly, over every example.
 
     Runs on the strategy whose scope the model was created in, or else on one device. All workers
@@ -138,8 +147,8 @@ def evaluation_methods(
     Keras' own give other numbers on several replicas.
     """
 
-    def ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(model: KerasModel, **arguments: Any) -> Any:
+    def ours(name: str, function: Function) -> Function:
+        def call(model: KerasModel, **arguments: Nested) -> Nested:
             refuse_own_methods(model, name, name)
             return function(model, **arguments)
 
@@ -147,7 +156,7 @@ def evaluation_methods(
 
     evaluates = ours("evaluate", evaluate)
 
-    def validates(*args: Any, **arguments: Any) -> Any:
+    def validates(*args: object, **arguments: Nested) -> Nested:
         if isinstance(arguments.get("x"), Feed):
             return _run(model, callbacks, arguments["steps"], _use_cached_eval_dataset=True)
         return evaluates(*args, **arguments)

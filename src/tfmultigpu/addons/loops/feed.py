@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import _compat
+from tfmultigpu.addons.loops._private import data_adapter
 from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset
-from tfmultigpu.types import BatchSpec, Data, FitStart
+from tfmultigpu.types import BatchSpec, Data, FitStart, Json, Untyped
 
-_DataAdapter: Any = _compat.data_adapter()
+_DataAdapter: Untyped = data_adapter()
 
 
 class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc]
@@ -47,7 +46,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         continues: bool = False,
         repeats: bool = False,
         position: Position | None = None,
-        description: Mapping[str, Any] | None = None,
+        description: Mapping[str, Json] | None = None,
     ) -> None:
         # ``per_pass``: the batches of a pass, if known. ``repeats``: one iterator yields pass after
         # pass. ``position``: where a pass begins, if it is for this object to move.

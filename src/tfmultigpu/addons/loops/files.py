@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,7 +21,7 @@ import tensorflow as tf
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasCallback, KerasModel
 
 # Attributes in which callbacks of Keras, and those written like them, keep what they write to.
 _ATTRIBUTES = ("filepath", "filename", "log_dir", "backup_dir")
@@ -82,7 +81,9 @@ class WrittenPath:
         return f"{self.callback} with {self.attribute}={self.text!r}"
 
 
-def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: KerasModel) -> None:
+def check_files(
+    exchange: WorkerExchange, callbacks: Sequence[KerasCallback], model: KerasModel
+) -> None:
     """Checks that no two workers write to one path; all workers must call it, and raise alike."""
     if exchange.workers == 1:
         return
@@ -111,7 +112,7 @@ def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: Keras
         )
 
 
-def written_paths(callbacks: Iterable[Any]) -> list[WrittenPath]:
+def written_paths(callbacks: Iterable[KerasCallback]) -> list[WrittenPath]:
     """Returns the paths that callbacks write to, without devices such as ``/dev/null``."""
     paths = []
     for callback in callbacks:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu._compat import is_part_of_keras, profiles_batches
+from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
+from tfmultigpu.addons.loops._private import profiles_batches
 from tfmultigpu.addons.loops.files import check_files
 from tfmultigpu.addons.loops.workers import check_alike, union
 from tfmultigpu.data.preprocessing import draw_seed
@@ -149,7 +150,7 @@ def not_ending_the_epoch(function: Callable[..., _Result], *args: object) -> _Re
         ) from error
 
 
-def to_list(callbacks: Any) -> list[KerasCallback]:
+def to_list(callbacks: KerasCallback) -> list[KerasCallback]:
     """Returns a callback, a sequence of them or a ``CallbackList`` as a list."""
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -23,7 +22,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import Data, FitStart, KerasModel
+from tfmultigpu.types import Data, FitStart, Json, KerasModel
 
 _STEPS = {"training": "steps_per_epoch", "validation": "validation_steps"}
 
@@ -205,7 +204,7 @@ def _feed_of_arrays(
     size = check_count("batch_size", batch_size, error=DataError)
     per_pass = math.ceil(rows / size)
 
-    description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": reading.shuffle}
+    description: dict[str, Json] = {"rows": rows, "batch_size": size, "shuffle": reading.shuffle}
     start = reading.start
     if reading.resumes:
         description["digest"] = int(digest(arrays))

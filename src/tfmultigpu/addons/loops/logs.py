@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.steps.tally import Layout, Numbers
-from tfmultigpu.types import KerasModel, StepSums
+from tfmultigpu.types import Array, KerasModel, Scalar, StepSums, Tensor
 
 
 def epoch_logs(
-    sums: Mapping[str, StepSums], metrics: Mapping[str, Any], *, by_rows: bool
-) -> dict[str, Any]:
+    sums: Mapping[str, StepSums], metrics: Mapping[str, Scalar], *, by_rows: bool
+) -> dict[str, Scalar | Array]:
     """Returns the logs of an epoch, sorted: with the losses of outputs only if there are several.
 
     Args:
@@ -22,7 +21,7 @@ def epoch_logs(
         metrics: The results of the metrics.
         by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
-    losses: dict[str, Any] = {}
+    losses: dict[str, Tensor] = {}
     for step, (numbers, fields) in sums.items():
         terms = [LossTerm(**each) for each in fields]
         means = Layout(tuple(terms)).means(Numbers.of(numbers), by_rows=by_rows)
@@ -45,7 +44,7 @@ def epoch_logs(
     return {name: _number(logs[name]) for name in sorted(logs)}
 
 
-def as_list(model: KerasModel, logs: Mapping[str, Any]) -> Any:
+def as_list(model: KerasModel, logs: Mapping[str, Scalar]) -> Scalar | list[Scalar]:
     """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
 
     That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by
@@ -59,9 +58,13 @@ def as_list(model: KerasModel, logs: Mapping[str, Any]) -> Any:
     names += [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
     names += sorted(logs)
     values = [logs[name] for name in dict.fromkeys(names) if name in logs]
-    return values[0] if len(values) == 1 else values
+    if len(values) == 1:
+        return values[0]
+    return values
 
 
-def _number(value: Any) -> Any:
+def _number(value: Scalar) -> Scalar | Array:
     array = np.asarray(value)
-    return array if array.ndim else array.item()
+    if array.ndim:
+        return array
+    return array.item()

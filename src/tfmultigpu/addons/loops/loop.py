@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.tally import Numbers
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.types import Data, KerasModel, StepSums
+from tfmultigpu.types import Data, KerasModel, Nested, StepSums, Tensor
 
 _log = logging.getLogger("tfmultigpu")
 _Step = TypeVar("_Step", bound=TrainStep | ChainedStep | EvalStep)
@@ -91,7 +91,7 @@ class Loop(Generic[_Step]):
         self.done = self.waiting = 0
         self.seen = seen
         self.ran = False
-        self.logs: dict[str, Any] = {}
+        self.logs: dict[str, Nested] = {}
 
     def begin(self, skipped: int = 0) -> None:
         """Begins an epoch, some batches of which an earlier process has trained on."""
@@ -101,7 +101,7 @@ class Loop(Generic[_Step]):
         self.done = self.waiting = skipped
         self.ran, self.logs = False, {}
 
-    def __call__(self, feed: Data) -> dict[str, Any]:
+    def __call__(self, feed: Data) -> dict[str, Nested]:
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
@@ -143,7 +143,7 @@ class Loop(Generic[_Step]):
             self._warn_of_small_batches(rows / ran)
         return ran
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Tensor]:
         """Returns the logs of the epoch so far."""
         if not self.sums:
             return {}

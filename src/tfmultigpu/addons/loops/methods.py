@@ -7,15 +7,15 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import keras
 
-from tfmultigpu._compat import without_building
 from tfmultigpu._patch import ignoring_warnings, lock_of
+from tfmultigpu.addons.loops._private import without_building
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.errors import LossError, TfMultiGpuError
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import Function, KerasModel, Nested, Options
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -74,7 +74,7 @@ def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
             )
 
 
-def around(loop: TrainingLoop | EvaluationLoop) -> dict[str, Any]:
+def around(loop: TrainingLoop | EvaluationLoop) -> Options:
     """Returns what the loop of Keras calls instead of its own functions, as attributes of a model.
 
     It would build what ``train_step`` of Keras needs, and read and reset metrics that nothing
@@ -131,7 +131,7 @@ class OfLoop:
     def __init__(self, model: keras.Model, **attributes: object) -> None:
         vars(self).update(attributes, _model=model)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """Returns an attribute of the model."""
         return getattr(self._model, name)
 
@@ -142,7 +142,7 @@ class OfLoop:
 
 def run_keras(
     model: KerasModel, name: str, feed: object, *, of_loop: OfLoop | None = None, **kwargs: object
-) -> Any:
+) -> Nested:
     """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
 
     That is below ``keras.Model``, whose methods MLflow and others replace, and without the filter
@@ -166,17 +166,16 @@ def check_names(
         )
 
 
-def as_method(
-    model: KerasModel, name: str, function: Callable[..., Any], **more: Any
-) -> Callable[..., Any]:
+def as_method(model: KerasModel, name: str, function: Function, **more: object) -> Function:
     """Returns a function as a method of a model: with the arguments of Keras and ``more``."""
     reference = weakref.ref(model)
     signature = inspect.signature(getattr(keras.Model, name))
     _self, *parameters = signature.parameters.values()
-    named = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    signature = signature.replace(parameters=named)
+    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        parameters.pop()
+    signature = signature.replace(parameters=parameters)
 
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> Nested:
         of_fit = " Give arguments of tmg.fit to tmg.prepare(model, micro_batches=2)."
         check_names(f"model.{name}", kwargs, signature.parameters.keys(), of_fit)
         bound = signature.bind(*args, **kwargs)

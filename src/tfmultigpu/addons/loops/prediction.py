@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from typing import Any
 
 import keras
 import numpy as np
@@ -22,7 +21,17 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Data, KerasModel, Logs, Model, Shard, Verbose, Verify
+from tfmultigpu.types import (
+    Data,
+    KerasCallback,
+    KerasModel,
+    Logs,
+    Model,
+    Nested,
+    Shard,
+    Verbose,
+    Verify,
+)
 
 # Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
@@ -35,10 +44,10 @@ def predict(
     x: Data = None,
     batch_size: int | None = None,
     steps: int | None = None,
-    callbacks: Any = (),
+    callbacks: KerasCallback = (),
     verbose: Verbose = "auto",
     verify: Verify = "first",
-) -> Any:
+) -> Nested:
     """Predicts every example once, in the order of the data.
 
     Runs on the strategy whose scope the model was created in, or else on one device. All workers
@@ -112,7 +121,7 @@ def _step_of(
 ) -> PredictStep:
     """Returns a step that predicts such batches: the last one, if it fits."""
     build_if_needed(model, strategy, feed.element_spec)
-    proxy: Any = weakref.proxy(model)
+    proxy: KerasModel = weakref.proxy(model)
 
     def make() -> PredictStep:
         return make_predict_step(proxy, strategy, verify=verify)

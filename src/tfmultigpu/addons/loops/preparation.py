@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from typing import Any
 
 import keras
 
@@ -13,9 +12,10 @@ from tfmultigpu.addons.loops.methods import as_method, check_names, refuse_own_m
 from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.training import fit
 from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import KerasModel, Options
 
 
-def prepare(model: Any, **options: Any) -> ExitStack:
+def prepare(model: KerasModel, **options: object) -> ExitStack:
     """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run ``tmg``'s.
 
     For code that calls these methods itself: a tuner, a callback that calls
@@ -54,13 +54,15 @@ def prepare(model: Any, **options: Any) -> ExitStack:
     known = inspect.signature(fit).parameters.keys()
     check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
-    verify = {name: value for name, value in options.items() if name == "verify"}
+    verify: Options = {}
+    if "verify" in options:
+        verify["verify"] = options["verify"]
     methods = {
         "fit": as_method(model, "fit", fit, **options),
         "evaluate": as_method(model, "evaluate", evaluate, **verify),
         "predict": as_method(model, "predict", predict, **verify),
     }
-    attributes = vars(model)  # Not by setattr, with which Keras would track them.
+    attributes = model.__dict__  # Not by setattr, with which Keras would track them.
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -31,7 +31,7 @@ from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import BatchSpec, KerasMetric, KerasModel, Verify
+from tfmultigpu.types import BatchSpec, Function, KerasMetric, KerasModel, Metrics, Options, Verify
 
 _Step = TypeVar("_Step", TrainStep, EvalStep)
 _DEFAULTS = {
@@ -57,21 +57,21 @@ class Program:
 
     model: KerasModel
     strategy: tf.distribute.Strategy
-    forward: Callable[..., Any] | None = None
+    forward: Function | None = None
     step: TrainStep | ChainedStep | None = None
     eval_step: EvalStep | None = None
     verify: Verify = "first"
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Options = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         model: KerasModel,
-        forward: Callable[..., Any] | None,
+        forward: Function | None,
         step: TrainStep | ChainedStep | None,
         eval_step: EvalStep | None,
         verify: Verify,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> Program:
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
@@ -144,7 +144,7 @@ class Program:
             arguments = compile_arguments(model)
             options["jit_compile"] = arguments.get("jit_compile") is True
 
-            def make(loss: Objective, metrics: Any) -> TrainStep:
+            def make(loss: Objective, metrics: Metrics) -> TrainStep:
                 given = {"metrics": metrics, **options}
                 return make_train_step(proxy, model.optimizer, loss, strategy, **given)
 
@@ -205,7 +205,7 @@ class Program:
             return EvaluationLoop(model, hooks, feed, step, metrics, pace)
         build_if_needed(model, strategy, spec)
 
-        def make(loss: Objective, metrics: Any) -> EvalStep:
+        def make(loss: Objective, metrics: Metrics) -> EvalStep:
             return make_eval_step(proxy, loss, strategy, metrics=metrics, verify=self.verify)
 
         # A new layer or a frozen layer needs a new step.

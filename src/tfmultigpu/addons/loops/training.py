@@ -6,9 +6,9 @@ Keras' own ``fit`` is the loop; ``loop.Loop`` says what it calls here, and when.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import keras
 import tensorflow as tf
@@ -38,10 +38,13 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
     Data,
+    Forward,
     KerasCallback,
     KerasModel,
     LossScaling,
     Model,
+    Nested,
+    Options,
     ShardUpdate,
     StepsPerCall,
     Verbose,
@@ -65,7 +68,7 @@ class KerasArguments(TypedDict, total=False):
     batch_size: int | None
     epochs: int
     verbose: Verbose
-    callbacks: Any
+    callbacks: KerasCallback
     validation_split: float
     validation_data: Data
     shuffle: bool
@@ -85,7 +88,7 @@ def fit(
     y: Data = None,
     *,
     x: Data = None,
-    forward: Callable[[Any, Any, bool], Any] | None = None,
+    forward: Forward | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
     micro_batches: int | Sequence[int] = 1,
@@ -251,7 +254,7 @@ def _steps_of_a_call(model: KerasModel, steps: object) -> int | None:
 
 def _check_same_arguments(
     strategy: tf.distribute.Strategy,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, Nested],
     callbacks: Sequence[KerasCallback],
 ) -> None:
     """Checks that workers were given the same arguments, as far as these can be compared."""
@@ -266,7 +269,7 @@ def _check_same_arguments(
     check_alike(strategy, "fit", compared)
 
 
-def checked_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def checked_arguments(kwargs: Mapping[str, object]) -> Options:
     """Returns all arguments, with the defaults of Keras."""
     of_keras = inspect.signature(keras.Model.fit).parameters
     explicit = list(inspect.signature(fit).parameters)[:-1]

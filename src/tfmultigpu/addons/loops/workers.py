@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -11,7 +10,7 @@ import tensorflow as tf
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasModel, Nested
 
 
 def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
@@ -26,7 +25,7 @@ def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]
 
 
 def check_alike(
-    strategy: tf.distribute.Strategy, function: str, arguments: Mapping[str, Any]
+    strategy: tf.distribute.Strategy, function: str, arguments: Mapping[str, Nested]
 ) -> None:
     """Checks that all workers call a function with the same arguments; all must call it."""
     exchange = WorkerExchange(strategy)

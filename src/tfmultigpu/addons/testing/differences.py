@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfmultigpu.types import Scalar
 
 _SHOWN = 8  # Differences in an error.
 
@@ -33,8 +34,8 @@ class Difference:
     step: int
     amount: float
     place: tuple[int, ...] = ()
-    expected: Any = None
-    actual: Any = None
+    expected: Scalar = None
+    actual: Scalar = None
 
     def __str__(self) -> str:
         """Formats the difference as one line."""
@@ -49,7 +50,7 @@ class Difference:
         return f" (relative {self.amount / abs(self.expected):.1e})"
 
 
-def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
+def difference(expected: object, actual: object, quantity: str = "", step: int = 0) -> Difference:
     """Returns the largest difference between two arrays of numbers, strings or booleans."""
     one, other = np.asarray(expected), np.asarray(actual)
     if one.shape != other.shape:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -22,10 +22,11 @@ import tensorflow as tf
 from tfmultigpu.addons.testing.differences import Difference, difference, differs, tell
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies import create_strategy
+from tfmultigpu.types import Nested, Untyped
 
 # By name, the array; of a variable with a copy on each replica, all copies.
 Values: TypeAlias = dict[str, list[np.ndarray]]
-Train: TypeAlias = Callable[[tf.distribute.Strategy], Any]
+Train: TypeAlias = Callable[[tf.distribute.Strategy], Nested]
 
 _TWICE = (
     "train returns something else each time, on one device too: it draws without a seed, or keeps "
@@ -137,7 +138,7 @@ def _without_numbers(names: Iterable[str]) -> list[str]:
 
 
 def _named(
-    value: Any, name: str, strategy: tf.distribute.Strategy
+    value: Nested, name: str, strategy: tf.distribute.Strategy
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yields each array of a nested structure, named as one would write it."""
     if isinstance(value, Mapping):
@@ -171,7 +172,7 @@ def _copies(variable: tf.Variable, strategy: tf.distribute.Strategy) -> list[np.
     return [np.asarray(copy) for copy in strategy.experimental_local_results(variable)]
 
 
-def _array(value: Any, name: str) -> np.ndarray:
+def _array(value: Untyped, name: str) -> np.ndarray:
     try:
         if tf.is_tensor(value):
             value = tf.convert_to_tensor(value)

@@ -24,16 +24,16 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Data, Scalar, Shard
+from tfmultigpu.types import Array, Data, Function, Options, Scalar, Shard
 
 __all__ = ["Difference", "ReplicaInvarianceError", "assert_replica_invariant", "difference"]
 
-Quantities: TypeAlias = list[tuple[str, Any]]  # Names and values after a step.
+Quantities: TypeAlias = list[tuple[str, Array | Scalar]]  # Names and values after a step.
 
 
 @overload
 def assert_replica_invariant(
-    build: Callable[[tf.distribute.Strategy], Any],
+    build: Callable[[tf.distribute.Strategy], object],
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
@@ -58,7 +58,7 @@ def assert_replica_invariant(
 
 
 def assert_replica_invariant(
-    build: Callable[..., Any],
+    build: Function,
     dataset: Data = None,
     *,
     replicas: int | Sequence[int] = 2,
@@ -161,7 +161,7 @@ def assert_replica_invariant(
     return largest
 
 
-def _refuse_options(alone: Mapping[str, Any]) -> None:
+def _refuse_options(alone: Mapping[str, object]) -> None:
     """Raises if a function that trains by itself is given what a step takes."""
     for name, value in alone.items():
         if value is not None:
@@ -188,7 +188,7 @@ def _batches_of(dataset: Data) -> list[Shard]:
     return tf.nest.map_structure(as_tensor, batches)  # type: ignore[no-any-return]
 
 
-def _build(build: Callable[[], Any]) -> Training:
+def _build(build: Callable[[], object]) -> Training:
     keras.utils.set_random_seed(0)
     training = build()
     if not isinstance(training, Training):
@@ -226,7 +226,7 @@ def _train_on_replicas(
     predicted: list[Shard],
     strategy: tf.distribute.Strategy,
     shares: Sequence[float] | None,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Iterator[Quantities]:
     """Yields the same on replicas."""
     model, forward = training.model, training.forward

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfmultigpu.types import (
+    Array,
+    Function,
+    KerasMetric,
+    KerasModel,
+    KerasOptimizer,
+    Loss,
+    Metrics,
+    Nested,
+    Scalar,
+    Tensor,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +38,16 @@ class Training:
         clip_norm: Largest global norm of the gradient.
     """
 
-    model: Any
-    optimizer: Any
-    loss: Any = None
-    metrics: Any = ()
-    weighted_metrics: Any = ()
-    loss_weights: Any = None
-    forward: Any = None
+    model: KerasModel
+    optimizer: KerasOptimizer
+    loss: Loss = None
+    metrics: KerasMetric = ()
+    weighted_metrics: Metrics = ()
+    loss_weights: Nested = None
+    forward: Function | None = None
     clip_norm: float | None = None
 
-    def values(self) -> list[tuple[str, Any]]:
+    def values(self) -> list[tuple[str, Array]]:
         """Returns names and values of the variables; of copies that differ, one that does."""
         alike = {id(v) for v in [*self.model.trainable_variables, *self.optimizer.variables]}
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
@@ -68,18 +80,18 @@ class OneDevice:
                 weights = dict.fromkeys(training.loss, 1.0) | weights
             metrics = _as_list(training.metrics), _as_list(training.weighted_metrics)
             self._compiled.compile("sgd", training.loss, weights, *metrics)
-        traced: Any = functools.partial(tf.function, reduce_retracing=True, autograph=False)
+        traced: Function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
         self.step = traced(self._train)
         self.evaluate = traced(lambda batch: self._loss(batch, training=False)[0])
         self.predict = traced(lambda batch: training.model(_unpack(batch)[0], training=False))
 
-    def build(self, batch: Any) -> None:
+    def build(self, batch: Nested) -> None:
         """Creates the variables of model and optimizer."""
         if not self.training.model.built:
             self.training.model(_unpack(batch)[0])
         self.training.optimizer.build(self.training.model.trainable_variables)
 
-    def _loss(self, batch: Any, *, training: bool) -> tuple[Any, Any]:
+    def _loss(self, batch: Nested, *, training: bool) -> tuple[Scalar, Scalar]:
         """Returns the loss and the outputs of the model."""
         this, (x, y, weight) = self.training, _unpack(batch)
         loss, outputs = tf.zeros([]), None
@@ -94,7 +106,7 @@ class OneDevice:
                 loss = self._compiled.compute_loss(x, y, outputs, weight)
         return loss + sum(tf.cast(extra, loss.dtype) for extra in this.model.losses), outputs
 
-    def _train(self, batch: Any) -> dict[str, Any]:
+    def _train(self, batch: Nested) -> dict[str, Tensor]:
         """Trains on one batch; returns ``"loss"`` and ``"gradient_norm"``, before clipping."""
         this = self.training
         with tf.GradientTape() as tape:
@@ -120,12 +132,12 @@ class OneDevice:
         return {"loss": loss, "gradient_norm": norm / scale}
 
 
-def _as_list(metrics: Any) -> Any:
+def _as_list(metrics: Metrics) -> Metrics:
     """Returns metrics as Keras takes them: None for none."""
     return [metrics] if isinstance(metrics, keras.metrics.Metric) else metrics or None
 
 
-def _unpack(batch: Any) -> tuple[Any, Any, Any]:
+def _unpack(batch: Nested) -> tuple[Nested, Nested, Nested]:
     parts = batch if isinstance(batch, tuple) else (batch,)
     x, y, weight = (*parts, None, None)[:3]
     return x, y, weight

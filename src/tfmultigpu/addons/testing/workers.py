@@ -7,9 +7,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,6 +19,7 @@ from tfmultigpu.addons.workers.processes import (
     worker_environment,
 )
 from tfmultigpu.arguments import check_count
+from tfmultigpu.types import Function, Untyped
 
 _TAIL = 4000
 # Sets the parent's module search path, so that the worker can import the function.
@@ -50,14 +50,14 @@ class WorkerResult:
 
     index: int
     output: str
-    value: Any = None
+    value: Untyped = None
 
 
 def run_workers(
-    target: Callable[..., Any] | str | os.PathLike[str],
+    target: Function | str | os.PathLike[str],
     workers: int = 2,
     *,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[WorkerResult]:
@@ -89,9 +89,9 @@ def run_workers(
 
 
 def _run(
-    target: Callable[..., Any] | str | os.PathLike[str],
+    target: Function | str | os.PathLike[str],
     workers: int,
-    args: list[Any],
+    args: list[object],
     timeout: float,
     environment: Mapping[str, str],
     folder: Path,
@@ -138,7 +138,7 @@ def _run(
     return results
 
 
-def _store_call(function: Callable[..., Any], args: list[Any], path: Path) -> None:
+def _store_call(function: Function, args: list[object], path: Path) -> None:
     try:
         if function.__module__ == "__main__":
             raise AttributeError("The worker has another __main__.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ _LARGEST = 2**24
 
 
 def find_batch_size(
-    try_batch: Callable[[int], Any], *, start: int = 32, limit: int | None = None
+    try_batch: Callable[[int], object], *, start: int = 32, limit: int | None = None
 ) -> int:
     """Finds the largest batch size that fits: doubles until out of memory, then bisects.
 
@@ -87,7 +86,7 @@ def _ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) and line_on_memory(error.message) is not None
 
 
-def _fits(try_batch: Callable[[int], Any], size: int) -> bool:
+def _fits(try_batch: Callable[[int], object], size: int) -> bool:
     try:
         try_batch(size)
     except Exception as error:

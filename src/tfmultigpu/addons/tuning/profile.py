@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +15,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Function, Shard
 
 _LARGE = 0.25  # A part is worth a change from this fraction of a step on.
 _CALL = 5  # Steps of one call of ``step.run``.
@@ -145,7 +144,7 @@ def profile_step(
     )
 
 
-def _seconds(function: Callable[..., Any], *args: Shard) -> float:
+def _seconds(function: Function, *args: Shard) -> float:
     """Returns the seconds until the first number of a result is known on the host."""
     begin = time.perf_counter()
     float(next(iter(function(*args).values())))

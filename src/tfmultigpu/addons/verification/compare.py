@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.one_device import OneDevice, contents_of_tables
+from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step, contents_of_tables
+from tfmultigpu.types import Array, Dtype, KerasLayer, Logs
 
 _TINY = float(np.finfo("float32").tiny)
 _EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
@@ -49,8 +50,11 @@ class Verification:
         """Returns the outcome in a sentence or two."""
         if self.outcome != "different":
             return f"{self.outcome.capitalize()} on one device. {self.reason}".strip()
-        what = self.differences[0] if self.differences else "another worker found a difference"
-        cause = f" The first that depends on the cut is {self.culprit}." if self.culprit else ""
+        what, cause = "another worker found a difference", ""
+        if self.differences:
+            what = self.differences[0]
+        if self.culprit:
+            cause = f" The first that depends on the cut is {self.culprit}."
         return f"The result depends on how the batch was cut: {what}.{cause} {self.advice}"
 
     __repr__ = __str__  # A notebook shows the text.
@@ -62,16 +66,19 @@ class Quantity:
 
     key: str  # In what one device computes, such as "loss" or "state 2".
     name: str
-    expected: Any
-    actuals: Sequence[Any]  # As each replica has it.
+    expected: Array
+    actuals: Sequence[Array]  # As each replica has it.
     bound: float  # The relative difference that is rounding,
     slack: float = 0.0  # and the absolute one.
 
     @functools.cached_property
     def apart(self) -> tuple[float, float, float] | None:
         """Both numbers where they lie furthest apart, and how far; None within the bounds."""
-        found = [furthest(self.expected, actual, self.bound) for actual in self.actuals]
-        return next((each for each in found if each and each[2] > self.slack), None)
+        for actual in self.actuals:
+            found = furthest(self.expected, actual, self.bound)
+            if found and found[2] > self.slack:
+                return found
+        return None
 
     def __str__(self) -> str:
         """Returns its name and both numbers, with as many digits as tell them apart."""
@@ -82,22 +89,23 @@ class Quantity:
                 break
         return f"{self.name} is {expected} on one device and {actual} as computed"
 
-    def is_steady(self, still: Mapping[str, Any], again: Mapping[str, Any]) -> bool:
+    def is_steady(self, still: Numbers, again: Numbers) -> bool:
         """Returns whether two runs on one device agree on it."""
         return furthest(still[self.key], again[self.key], self.bound) is None
 
-    def is_beyond(self, still: Mapping[str, Any], moved: Sequence[Any], margin: float) -> bool:
+    def is_beyond(self, still: Numbers, moved: Sequence[Numbers], margin: float) -> bool:
         """Returns whether it lies further apart than so many times what moved weights change."""
         assert self.apart is not None
-        base, *changed = (np.asarray(each[self.key], "float64") for each in (still, *moved))
+        base = np.asarray(still[self.key], "float64")
+        change = max(_size(np.asarray(each[self.key], "float64") - base) for each in moved)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * max(_size(each - base) for each in changed)
+        return not self.apart[2] <= margin * change
 
 
 class Rounding:
     """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[KerasLayer]) -> None:
         """Finds the rounding of all layers of a model."""
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
@@ -105,21 +113,22 @@ class Rounding:
         if tf32 and tf.config.list_logical_devices("GPU"):
             self.compute = max(self.compute, 2.0**-10)
         # That would bound nothing in half precision, whose rounding is measured where it matters.
-        half = self.compute > 1e-5
-        self.bound = self.compute * (1.0 if half else 16.0 * math.sqrt(len(layers)))
-        self.margin = 4.0 if half else 16.0
+        self.bound, self.margin = self.compute, 4.0
+        if self.compute <= 1e-5:
+            self.bound, self.margin = self.compute * 16.0 * math.sqrt(len(layers)), 16.0
 
     def of_sum(self, additions: float = 1.0) -> float:
         """Returns the relative bound for a sum of so many numbers."""
         return self.bound + 4.0 * _EPSILON * math.sqrt(max(additions, 1.0))
 
 
-def _epsilon(dtype: Any) -> float:
-    # NumPy does not know bfloat16.
-    return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
+def _epsilon(dtype: Dtype) -> float:
+    if dtype == tf.bfloat16:  # NumPy does not know it.
+        return 2.0**-7
+    return float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
-def furthest(expected: Any, actual: Any, bound: float) -> tuple[float, float, float] | None:
+def furthest(expected: Array, actual: Array, bound: float) -> tuple[float, float, float] | None:
     """Returns both numbers where arrays lie furthest apart, and how far; of other shapes the sizes.
 
     None within the bound, relative to the largest of the first; integers and NaN must be equal.
@@ -127,33 +136,38 @@ def furthest(expected: Any, actual: Any, bound: float) -> tuple[float, float, fl
     expected, actual = np.atleast_1d(expected), np.atleast_1d(actual)
     if expected.shape != actual.shape:
         return float(expected.size), float(actual.size), math.inf
-    exact = expected.dtype.kind not in "fc" and expected.dtype.name != "bfloat16"
+    is_float = expected.dtype.kind in "fc" or expected.dtype.name == "bfloat16"
     expected, actual = expected.astype("float64"), actual.astype("float64")
     with np.errstate(invalid="ignore"):
         apart = np.abs(expected - actual)
     apart[(expected == actual) | (np.isnan(expected) & np.isnan(actual))] = 0.0
     apart[np.isnan(apart)] = np.inf
-    allowed = 0.0 if exact else bound * max(_size(expected[np.isfinite(expected)]), _TINY)
+    allowed = 0.0
+    if is_float:
+        allowed = bound * max(_size(expected[np.isfinite(expected)]), _TINY)
     if not apart.size or apart.max() <= allowed:
         return None
     where = np.unravel_index(np.argmax(apart), apart.shape)
     return float(expected[where]), float(actual[where]), float(apart[where])
 
 
-def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> Iterator[Quantity]:
+def compared(
+    device: OneDevice, expected: Numbers, logs: Logs, bounds: Rounding
+) -> Iterator[Quantity]:
     """Yields what one device computed, with the same of the replicas, before it is put back."""
     numbers = {name: value.numpy() for name, value in device.named(logs).items()}
     local = device.strategy.experimental_local_results
     # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
-    norms = [each.get("gradient_norm", 0.0) for each in (numbers, expected)]
-    if numbers.get("loss_scale", 1.0) != 1.0 and not np.isfinite(norms).all():
+    norms = numbers.get("gradient_norm", 0.0), expected.get("gradient_norm", 0.0)
+    if numbers.get("loss_scale", 1.0) != 1.0 and not all(map(np.isfinite, norms)):
         del numbers["gradient_norm"], numbers["skipped"]
     for name, number in numbers.items():
-        bound = bounds.of_sum(numbers.get("weight", 1.0)) * (4.0 if "norm" in name else 1.0)
+        bound = bounds.of_sum(numbers.get("weight", 1.0))
+        if "norm" in name:
+            bound *= 4.0
+        shown = _NAMES.get(name, repr(name))
         # Rows that cancel leave the rounding of a mean of one.
-        yield Quantity(
-            name, _NAMES.get(name, repr(name)), expected[name], [number], bound, _EPSILON
-        )
+        yield Quantity(name, shown, expected[name], [number], bound, _EPSILON)
     paths = _paths_in_metrics(device.step)
     for i, variable in enumerate(device.states):
         # As it is read beside the replicas, then each copy.
@@ -161,8 +175,9 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         if variable.synchronization != "on_read":
             copies += local(variable.value)
         values = [copy.numpy() for copy in copies]
-        # The update has changed a trained weight since, so its copies are compared alone.
-        whole = values[0] if variable.trainable else expected[f"state {i}"]
+        whole = expected[f"state {i}"]
+        if variable.trainable:  # The update has changed it since: its copies are compared alone.
+            whole = values[0]
         name = f"the state {paths.get(id(variable), variable.path)!r}"
         yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
     for i, own in enumerate(device.own):
@@ -173,17 +188,23 @@ def compared(device: OneDevice, expected: Any, logs: Any, bounds: Rounding) -> I
         table = device.step.runner.touched.tables[int(number)]
         name = f"a {part} in the table of {table.operation!r}"
         yield Quantity(key, name, expected[key], [content], bounds.of_sum())
-    updated = device.updated if "gradient_norm" in numbers else []
-    every = [[device.measure(copy).numpy() for copy in local(v.value)] for v in updated]
+    if "gradient_norm" not in numbers:
+        return
+    measured: list[list[Array]] = []  # The copies of each variable.
+    for variable in device.updated:
+        measured.append([device.measure(copy).numpy() for copy in local(variable.value)])
     # A gradient that cancels to nothing is as exact as the numbers that cancel.
-    slack = bounds.bound * 1e-3 * max((_size(c[0]) for c in every[: device.smooth]), default=0.0)
-    for i, (variable, copies) in enumerate(zip(updated, every, strict=True)):
+    largest = max((_size(copies[0]) for copies in measured[: device.smooth]), default=0.0)
+    slack = bounds.bound * 1e-3 * largest
+    for i, (variable, updates) in enumerate(zip(device.updated, measured, strict=True)):
         key, name = f"update {i}", f"{variable.path!r} after the update"
-        whole = expected[key] if i < device.smooth else copies[0]
-        yield Quantity(key, name, whole, copies, 4.0 * bounds.of_sum(), slack)
+        beside = updates[0]
+        if i < device.smooth:
+            beside = expected[key]
+        yield Quantity(key, name, beside, updates, 4.0 * bounds.of_sum(), slack)
 
 
-def _paths_in_metrics(step: Any) -> dict[int, str]:
+def _paths_in_metrics(step: Step) -> dict[int, str]:
     """Returns paths of the variables of metrics, by their ``id``, with the names users gave.
 
     Keras makes a metric of a function, and names its variables before it names the metric.
@@ -195,6 +216,6 @@ def _paths_in_metrics(step: Any) -> dict[int, str]:
     return paths
 
 
-def _size(array: Any) -> float:
+def _size(array: Array) -> float:
     """Returns the largest absolute number."""
     return float(np.max(np.abs(np.asarray(array, "float64")), initial=0.0))

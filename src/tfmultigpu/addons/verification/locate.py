@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, Verification, furthest
-from tfmultigpu.addons.verification.one_device import OneDevice, dense
+from tfmultigpu.addons.verification.one_device import OneDevice, Step, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.data.batch_format import any_rows, cast_all
 from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds
@@ -22,7 +21,7 @@ from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.replicas import on_replicas, tracing_model
 from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
-from tfmultigpu.types import KerasLayer, Shard
+from tfmultigpu.types import Array, Function, KerasLayer, Nested, Shard, Tensor
 
 _ROWS = 4  # Of each replica.
 _LOSS = (
@@ -79,54 +78,62 @@ _IN_PARTS = (
 )
 
 
-def explain(found: Sequence[Quantity], layer: KerasLayer, step: Any) -> tuple[str, str]:
+def explain(found: Sequence[Quantity], layer: KerasLayer, step: Step) -> tuple[str, str]:
     """Returns the first thing that depends on the cut, and the line to write."""
     import keras
 
     if layer is not None:
         path = getattr(layer, "path", None) or getattr(layer, "name", "")
-        is_norm = isinstance(layer, keras.layers.BatchNormalization)
-        draws = getattr(layer, "seed_generator", None) is not None
-        advice = _DRAWS if draws else _NORM if is_norm else _LAYER
+        advice = _LAYER
+        if getattr(layer, "seed_generator", None) is not None:
+            advice = _DRAWS
+        elif isinstance(layer, keras.layers.BatchNormalization):
+            advice = _NORM
         return f"{type(layer).__name__} {path!r}", advice
     # On one device it would be another number, which no layer can change.
     if any(quantity.key == "weight" for quantity in found):
         return "the weight of the loss", _WEIGHT
-    kind, name = (found[0].key.split()[0], found[0].name) if found else ("", "")
+    kind = name = ""
+    if found:
+        kind, name = found[0].key.split()[0], found[0].name
     known = {"state": _STATE, "own": _OWN, "table": _TABLE, "update": _UPDATE}
     if kind in known:
         return name, known[kind]
     if any(isinstance(feature, MicroBatches) for feature in step.features):
         return "", _IN_PARTS
-    return name if kind != "gradient_norm" else "", _LOSS  # All layers agree.
+    if kind == "gradient_norm":  # All layers agree.
+        name = ""
+    return name, _LOSS
 
 
 def explain_norms(layers: Sequence[KerasLayer]) -> Verification:
     """Returns what to say of layers that normalize by the rows of their replica."""
-    names = [f"{type(layer).__name__} {layer.path!r}" for layer in layers]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    culprit = f"{type(layers[0]).__name__} {layers[0].path!r}"
+    if len(layers) > 1:
+        culprit += f" and {len(layers) - 1} more"
     difference = "each replica normalizes by the mean and variance of its own rows"
-    return Verification("different", "", (difference,), names[0] + more, _NORM)
+    return Verification("different", "", (difference,), culprit, _NORM)
 
 
 def locate(
-    step: Any, device: OneDevice, join: Any, local: list[Any], offsets: Any, bound: float
-) -> Any:
+    step: Step, device: OneDevice, join: Function, local: list[Shard], offsets: Array, bound: float
+) -> KerasLayer:
     """Returns the first layer or operation of Keras that depends on the cut; None if all agree.
 
     It runs a forward pass over a few rows in one piece and cut, and compares layer by layer; all
     workers call it. With the weights as they are now: what depends on the cut does so with any.
     """
     counts = np.minimum(np.diff(offsets), _ROWS)
-    local = [
-        partition.slice_rows(shard, 0, int(counts[number]))
-        for number, shard in zip(local_replicas(step.strategy), local, strict=True)
-    ]
+    few: list[Shard] = []
+    for number, shard in zip(local_replicas(step.strategy), local, strict=True):
+        few.append(partition.slice_rows(shard, 0, int(counts[number])))
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
-    batch = cut_batch(device.twin.strategy, join(local))
+    batch = cut_batch(device.twin.strategy, join(few))
     layers, ((_, _, whole),) = _outputs(step, device.twin, *batch)
-    others, pieces = _outputs(step, step, local, places)
-    for number, layer in enumerate(layers if layers == others else ()):
+    others, pieces = _outputs(step, step, few, places)
+    if layers != others:
+        return None
+    for number, layer in enumerate(layers):
         for first, count, outputs in pieces:
             place = first, first + count, int(places[-1])
             if not _agrees(whole[number], outputs[number], place, bound):
@@ -134,18 +141,24 @@ def locate(
     return None
 
 
-def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any], Any]:
+def _outputs(
+    step: Step, runs: Step, local: list[Shard], offsets: Tensor
+) -> tuple[list[KerasLayer], Nested]:
     """Returns the layers that are called; for each shard its place, and their outputs."""
     import keras
 
-    layers: list[Any] = []
+    layers: list[KerasLayer] = []  # For each output of the last trace.
 
-    def replica(shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Any:
-        graph, layers[:] = tf.compat.v1.get_default_graph(), []
-        calls: list[tuple[Any, Any]] = []
+    def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
+        graph, kept = tf.compat.v1.get_default_graph(), []
+        layers.clear()
 
-        def call(original: Any, layer: KerasLayer, *args: Any, **kwargs: Any) -> Any:
-            calls.append((layer, result := original(layer, *args, **kwargs)))
+        def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
+            result = original(layer, *args, **kwargs)
+            for tensor in dense(result):
+                if tensor.graph is graph:
+                    layers.append(layer)
+                    kept.append(tensor)
             return result
 
         # Keras offers no access to the outputs of layers inside a subclassed model.
@@ -153,12 +166,10 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
         noting = patching(keras.Operation, "__call__", call)
         with tracing, DeferredAssignments((), rows.counts()), noting:
             step.run_model(shard)
-        kept = [(layer, t) for layer, result in calls for t in dense(result) if t.graph is graph]
-        layers[:] = [layer for layer, _ in kept]
-        return rows.first, rows.count, [tf.cast(tensor, tf.float64) for _, tensor in kept]
+        return rows.first, rows.count, cast_all(kept, tf.float64)
 
-    def run(local: list[Any], offsets: Any) -> Any:
-        phase: Any = functools.partial(on_replicas, runs.strategy, replica)
+    def run(local: list[Shard], offsets: Tensor) -> Nested:
+        phase: Function = functools.partial(on_replicas, runs.strategy, replica)
         for feature in runs.features:
             if not isinstance(feature, MicroBatches):  # In one part.
                 phase = feature.around_phase(phase)
@@ -172,7 +183,7 @@ def _outputs(step: Any, runs: Any, local: Any, offsets: Any) -> tuple[list[Any],
     return layers, tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
 
 
-def _agrees(whole: Any, piece: Any, place: tuple[int, int, int], bound: float) -> bool:
+def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: float) -> bool:
     """Returns whether a piece has the values of these rows in the whole."""
     begin, end, rows = place
     candidates = [whole]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -20,8 +20,23 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
+from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.topology import tf_variable
-from tfmultigpu.types import KerasVariable, Shard
+from tfmultigpu.types import (
+    Array,
+    ConcreteFunction,
+    Function,
+    KerasVariable,
+    Logs,
+    Nested,
+    Operation,
+    Shard,
+    Tensor,
+    Untyped,
+)
+
+Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
+Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
 
 
 class OneDevice:
@@ -35,7 +50,7 @@ class OneDevice:
     """
 
     def __init__(
-        self, step: Any, measure: Callable[[Any], Any], *, by_itself: bool = False
+        self, step: Step, measure: Callable[[Tensor], Tensor], *, by_itself: bool = False
     ) -> None:
         """Begins without having run.
 
@@ -48,43 +63,48 @@ class OneDevice:
         self._by_itself = by_itself
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
         self.twin, self.trace = step.on_one_device(), Trace()
-        self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
-        # What a feature does to the gradient may not be known on one device.
-        changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
-        trains = None not in [f.on_one_device() for f in changing] and isinstance(step, TrainStep)
-        # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
-        # to a weight may not, as Adam where a gradient is nothing but rounding.
-        kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
-        self.updated = [*kept, *step.variables] if trains else []
+        self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._touched = Touched()  # By the last trace.
-        self.smooth = len(kept) or len(self.updated)
+        self.updated: list[KerasVariable] = []
+        self.smooth = 0
+        if _update_is_known(step):
+            # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
+            # does to a weight may not, as Adam where a gradient is nothing but rounding.
+            kept = [variable for variable in step.optimizer.variables if len(variable.shape)]
+            self.updated = [*kept, *step.variables]
+            self.smooth = len(kept) or len(self.updated)
 
     @property
-    def states(self) -> list[Any]:
+    def states(self) -> list[KerasVariable]:
         """The states that layers and metrics assign; known once run."""
         return self.trace.state
 
-    def named(self, logs: Any) -> dict[str, Any]:
+    def named(self, logs: Logs) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
-        if self.twin.names:
-            return {name: value for name, value in logs.items() if name != "steps"}
-        return {f"output {number}": output for number, output in enumerate(dense(logs))}
+        if not self.twin.names:
+            return numbered("output", dense(logs))
+        named = dict(logs)
+        named.pop("steps", None)
+        return named
 
-    def run(self, batch: Shard, compiled: Any, move: Any = None) -> dict[str, Any]:
+    def run(
+        self, batch: Shard, compiled: ConcreteFunction, move: Function | None = None
+    ) -> Numbers:
         """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
         with putting_back(self.step, concrete, compiled) as before:
-            for number, each in enumerate(before if move else ()):
-                each.assign(move(number, each.handle, each.value))
+            if move is not None:
+                for number, each in enumerate(before):
+                    each.assign(move(number, each.handle, each.value))
             logs, state, *gradients = concrete(batch)
-            numbers = self.named(logs) | {f"state {i}": each for i, each in enumerate(state)}
             self.own = self._own_variables()
-            numbers |= {f"own {i}": tf.identity(each) for i, each in enumerate(self.own)}
+            numbers = self.named(logs) | numbered("state", state)
+            numbers |= numbered("own", map(tf.identity, self.own))
             if self.updated:
                 self._update(gradients[0], state)
-                firsts = [tf.convert_to_tensor(variable.value) for variable in self.updated]
-                numbers |= {f"update {i}": self.measure(each) for i, each in enumerate(firsts)}
+                for i, variable in enumerate(self.updated):
+                    numbers[f"update {i}"] = self.measure(tf.convert_to_tensor(variable.value))
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 
@@ -93,7 +113,7 @@ class OneDevice:
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
-        assigned = {id(handle) for handle in self._touched.assigned}
+        assigned = set(map(id, self._touched.assigned))
         local = self.strategy.experimental_local_results
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
@@ -101,26 +121,29 @@ class OneDevice:
         for metric in (*self.step.metrics, *keras.layers.Layer.metrics.fget(model)):
             known += metric.variables
         for variable in known:
-            assigned -= {id(copy.handle) for copy in local(tf_variable(variable))}
+            for copy in local(tf_variable(variable)):
+                assigned.discard(id(copy.handle))
         return [each for each in self._touched.variables if id(each.handle) in assigned]
 
-    def moved(self, batch: Shard, compiled: Any, rounding: float) -> list[dict[str, Any]]:
+    def moved(self, batch: Shard, compiled: ConcreteFunction, rounding: float) -> list[Numbers]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
         local = self.strategy.experimental_local_results
-        still = {id(copy.handle) for state in self.states for copy in local(state.value)}
+        states = {id(copy.handle) for state in self.states for copy in local(state.value)}
 
-        def move(seed: int, number: int, handle: Any, value: Any) -> Any:
-            if id(handle) in still or not value.dtype.is_floating:
+        def move(seed: int, number: int, handle: Tensor, value: Tensor) -> Tensor:
+            if id(handle) in states or not value.dtype.is_floating:
                 return value
             noise = tf.random.stateless_uniform(value.shape, (seed, number), -1.0, 1.0)
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
-        moves = [None, None, *[functools.partial(move, seed) for seed in (1, 2)]]
+        moves = None, None, functools.partial(move, 1), functools.partial(move, 2)
         return [self.run(batch, compiled, each) for each in moves]
 
-    def _look(self, batch: Shard) -> tuple[Any, ...]:
+    def _look(self, batch: Shard) -> tuple[Tensor, ...]:
         # What replicas call, traced already, serves for the batch in one piece as well.
-        self.trace = Trace(known=None if self._by_itself else self.step.runner.trace)
+        self.trace = Trace()
+        if not self._by_itself:
+            self.trace = Trace(known=self.step.runner.trace)
         strategy = self.twin.strategy
         self._touched = Touched()
         with sharing_seeds(self.strategy), self._touched.noting():
@@ -133,7 +156,7 @@ class OneDevice:
             self._variables = gradient.variables
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
-    def _update(self, gradient: Any, state: Sequence[KerasVariable]) -> None:
+    def _update(self, gradient: Gradient, state: Sequence[KerasVariable]) -> None:
         """Updates the first copy of each variable; not in a trace, which would take longer."""
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
@@ -141,9 +164,13 @@ class OneDevice:
         local = self.strategy.experimental_local_results
 
         def update(
-            original: Any, variable: KerasVariable, function: Any, args: Any = (), **options: Any
-        ) -> Any:
-            def on_first(one: Any, *args: Any, **kwargs: Any) -> None:
+            original: Function,
+            variable: KerasVariable,
+            function: Function,
+            args: Sequence[object] = (),
+            **options: object,
+        ) -> Operation:
+            def on_first(one: Tensor, *args: object, **kwargs: object) -> None:
                 if one is local(variable)[0]:
                     function(one, *args, **kwargs)
 
@@ -158,7 +185,23 @@ class OneDevice:
         phases.advance(self.step.features, gradient, [])
 
 
-def contents_of_tables(step: Any) -> dict[str, Any]:
+def _update_is_known(step: Step) -> bool:
+    """Returns whether one device knows the update: what all features do to the gradient."""
+    if not isinstance(step, TrainStep):
+        return False
+    for feature in step.features:
+        changes = type(feature).on_gradient is not Feature.on_gradient
+        if changes and feature.on_one_device() is None:
+            return False
+    return True
+
+
+def numbered(name: str, values: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns values by a name with their number."""
+    return {f"{name} {number}": value for number, value in enumerate(values)}
+
+
+def contents_of_tables(step: Step) -> Numbers:
     """Returns the keys and the values of the tables that a step writes to, by name."""
     contents = {}
     for number, table in enumerate(step.runner.touched.tables):
@@ -168,7 +211,7 @@ def contents_of_tables(step: Any) -> dict[str, Any]:
     return contents
 
 
-def dense(outputs: Any) -> list[Any]:
+def dense(outputs: Nested) -> list[Tensor]:
     """Returns the dense floating-point tensors in a nested structure."""
     leaves = tf.nest.flatten(outputs)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]

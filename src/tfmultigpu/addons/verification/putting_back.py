@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.steps.other_states import Handle
 from tfmultigpu.steps.runner import Runner
+from tfmultigpu.types import ConcreteFunction
 
 _LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
 
@@ -49,7 +50,7 @@ class Before:
 
 
 @contextmanager
-def putting_back(step: Run, *functions: Any) -> Iterator[list[Before]]:
+def putting_back(step: Run, *functions: ConcreteFunction) -> Iterator[list[Before]]:
     """Puts back, at the end, what concrete functions of a step change: variables and tables.
 
     Yields the variables as they are before.
@@ -65,7 +66,7 @@ def putting_back(step: Run, *functions: Any) -> Iterator[list[Before]]:
             table.write(*content)
 
 
-def _before(functions: tuple[Any, ...]) -> list[Before]:
+def _before(functions: tuple[ConcreteFunction, ...]) -> list[Before]:
     """Returns each variable that functions can assign, with its value."""
     found: dict[int, Before] = {}
     firsts: dict[int, tf.Tensor] = {}
@@ -75,12 +76,13 @@ def _before(functions: tuple[Any, ...]) -> list[Before]:
                 continue
             with tf.device(handle.device):
                 value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-                kept = value
+                kept = first = value
                 if value.shape.num_elements() * dtype.size >= _LARGE:
                     # Copies of one variable are equal, if nothing went wrong, and state of an
                     # optimizer is zero at first.
                     variable = _compat.variable_of_handle(handle)
-                    first = firsts.setdefault(id(handle if variable is None else variable), value)
+                    if variable is not None:
+                        first = firsts.setdefault(id(variable), value)
                     kept = _in_less(value, first)
             found[id(handle)] = Before(handle, kept, value.shape)
     return list(found.values())
@@ -91,4 +93,6 @@ def _in_less(value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     element = tf.reshape(value, [-1])[0]
     if bool(tf.reduce_all(value == element)):
         return element
-    return first if value is not first and bool(tf.reduce_all(value == first)) else value
+    if value is not first and bool(tf.reduce_all(value == first)):
+        return first
+    return value

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,12 +15,13 @@ import tensorflow as tf
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, explain_norms, locate
-from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
+from tfmultigpu.lists import map_present, present
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
@@ -32,9 +33,7 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Shard
-
-Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
+from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
 
 # Lines of an error that do not say what is wrong.
 _OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
@@ -64,10 +63,11 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
         self._always = verify is True
-        elements = verify == "gradients"
-        self._measure = tf.identity if elements else lambda v: tf.norm(tf.cast(v, tf.float64))
+        self._measure: Callable[[Tensor], Tensor] = _norm
+        if verify == "gradients":
+            self._measure = tf.identity
 
-    def bind(self, step: Any) -> None:
+    def bind(self, step: Step) -> None:
         """Keeps the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
@@ -78,18 +78,23 @@ class Verify(Feature):
         if kinds > self._kinds:  # Frozen layers, or synchronized.
             self._kinds, self._due = kinds, True
             self.verification = self._later = None
-        return functools.partial(self._call, call) if self._due else call
+        if not self._due:
+            return call
+        return functools.partial(self._call, call)
 
-    def _call(self, call: Call, batch: Batch) -> Any:
+    def _call(self, call: Call, batch: Batch) -> Nested:
         _, local, offsets = batch
         replicas = self._strategy.num_replicas_in_sync
-        rows = int(count_rows(local[0]) if offsets is None else offsets[-1])
-        divides = rows % replicas == 0
-        is_even = divides if offsets is None else np.ptp(np.diff(offsets)) == 0
+        if offsets is None:
+            rows = int(count_rows(local[0]))
+            is_even = rows % replicas == 0
+        else:
+            rows = int(offsets[-1])
+            is_even = bool(np.ptp(np.diff(offsets)) == 0)
         # With fewer rows than replicas each computes all of it, which shows nothing.
         if rows < max(replicas, 2) or (self._later and is_even):
             return call(batch)
-        found, later = [self._later] if self._later else [], None
+        found, later = present([self._later]), None
         if not found:
             with explaining_failures(self._strategy):
                 self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
@@ -97,7 +102,7 @@ class Verify(Feature):
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
             ):
-                found, later = self._verified(batch, rows, is_even=bool(is_even))
+                found, later = self._verified(batch, rows, is_even=is_even)
         result = call(batch)
         self._later, self._due = later, bool(self._always or later)
         if not self._due:
@@ -122,12 +127,20 @@ class Verify(Feature):
                 parts *= feature.count
         if parts == 1:
             return [rows]
-        held = rows if self._always else -(-rows // parts)  # By a replica, at one time.
-        most = min(rows, max(held, parts + 1))
-        uneven = most if most % parts else most - 1
+        most = rows
+        if not self._always:
+            held = -(-rows // parts)  # By a replica, at one time.
+            most = min(rows, max(held, parts + 1))
         even = most - most % parts
-        sizes = (uneven, even) if is_even else (uneven,)
-        return [size for size in sizes if size >= parts] or [most]
+        uneven = most
+        if most == even:
+            uneven = most - 1
+        sizes = []
+        if uneven >= parts:
+            sizes.append(uneven)
+        if is_even and even >= parts:
+            sizes.append(even)
+        return sizes or [most]
 
     def _verified(
         self, batch: Batch, rows: int, *, is_even: bool
@@ -156,7 +169,9 @@ class Verify(Feature):
                 size = min(2 * size, rows)
             second = self._compared(step, batch, size)
             outcomes = first.verification.outcome, second.verification.outcome
-            later = self._located(first) if outcomes == ("different", "same") else None
+            later = None
+            if outcomes == ("different", "same"):
+                later = self._located(first)
             outcome = self._located(second)
         if said and outcome.outcome == "same":
             return said, later
@@ -169,7 +184,7 @@ class Verify(Feature):
             self._without_norms = step.with_features([*others, WithoutMoments()])
         other = self._without_norms
         structure, leaves, _ = batch
-        specs = [leaf if leaf is None else any_rows(leaf) for leaf in leaves[0]]
+        specs = map_present(any_rows, leaves[0])
         other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
         return other
 
@@ -189,11 +204,14 @@ class Verify(Feature):
         """Returns what the first rows of the batch give on one device, and how to compare that."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
-        whole = local[0] if offsets is None else join_rows(self._strategy, local)
+        whole = local[0]
+        if offsets is not None:
+            whole = join_rows(self._strategy, local)
         whole = partition.slice_rows(whole, 0, rows)
         local, places = cut_batch(self._strategy, whole)
-        shards = [tf.nest.flatten(shard) for shard in ([whole] if offsets is None else local)]
-        cut = structure, shards, None if offsets is None else places
+        cut = structure, [tf.nest.flatten(whole)], None
+        if offsets is not None:
+            cut = structure, list(map(tf.nest.flatten, local)), places
         compiled, arguments = step.runner.function.compiled(*cut)
         _refuse_what_stays(step)
         device = self._device
@@ -225,9 +243,12 @@ class Verify(Feature):
         if not told[2]:
             outcome = Verification("same")
         if told[0] and not told[1]:
+            name = "a quantity"
+            if found:
+                name = found[0].name
             reason = (
-                f"{found[0].name if found else 'a quantity'} differs between two runs on one "
-                "device. Draw by keras.random with a keras.random.SeedGenerator, which both repeat"
+                f"{name} differs between two runs on one device. Draw by keras.random with a "
+                "keras.random.SeedGenerator, which both repeat"
             )
             outcome = Verification("not verified", reason)
         return _Comparison(outcome, one, beyond)
@@ -260,12 +281,12 @@ class _One:
     """
 
     device: OneDevice
-    numbers: dict[str, Any]
+    numbers: Numbers
     whole: Shard
-    local: list[Any]
-    places: tf.Tensor
-    compiled: Any
-    arguments: list[Any]
+    local: list[Shard]
+    places: Array
+    compiled: ConcreteFunction
+    arguments: list[Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +335,10 @@ def _refuse_what_stays(step: Step) -> None:
 
 class _CannotVerifyError(Exception):
     """A reason for which a step is not compared with one device, known before it runs."""
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return tf.norm(tf.cast(tensor, tf.float64))
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:

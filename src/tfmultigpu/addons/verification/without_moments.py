@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import keras
@@ -42,7 +42,9 @@ class WithoutMoments(Feature):
 
         def call(original: _Call, layer: KerasLayer, *args: object, **kwargs: object) -> tf.Tensor:
             scope = deferred_here()
-            with nullcontext() if scope is None else scope.repeating({}):
+            if scope is None:
+                return original(layer, *args, **kwargs)
+            with scope.repeating({}):
                 return original(layer, *args, **kwargs)
 
         norms = keras.layers.BatchNormalization

@@ -10,7 +10,6 @@ import os
 import platform
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -24,6 +23,7 @@ from tfmultigpu.addons.workers.notes import note_joined
 from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
+from tfmultigpu.types import Untyped
 
 # All workers are here when TensorFlow starts, so these are long.
 _REGISTER_SECONDS = 30.0
@@ -52,7 +52,7 @@ def join(
     }
     channels = meet(cluster, card, timeout, problem)
     ends = Ends(cluster.index or 0, channels)
-    distribute: Any = tf.distribute
+    distribute: Untyped = tf.distribute
     options = distribute.experimental.CommunicationOptions(implementation=communication)
     resolver = distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(cluster.workers)}),

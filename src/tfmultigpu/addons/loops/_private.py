@@ -1,0 +1,72 @@
+"""Private attributes of Keras that only the loops need; ``_compat.py`` has all others."""
+
+from __future__ import annotations
+
+from tfmultigpu.types import KerasCallback, KerasMetric, KerasModel, Nested, Options
+
+_OfOutputs = list[list[KerasMetric]]
+
+
+def profiles_batches(callback: KerasCallback) -> bool:
+    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
+
+    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
+    attribute: the callback then counts calls instead of batches.
+    """
+    return bool(getattr(callback, "_should_trace", False))
+
+
+def compile_arguments(model: KerasModel) -> Options:
+    """Returns the arguments of ``model.compile`` by name.
+
+    Each call of ``compile`` has a new dict. Private: ``model._compile_config``. The public
+    ``model.get_compile_config()`` serialises them, which loses user-defined functions and metrics.
+    Without it ``evaluate`` has no loss and no metrics; ``make_eval_step`` does not need it.
+    """
+    arguments: Options = model._compile_config.config
+    return arguments
+
+
+def compiled_metrics(
+    model: KerasModel, y_true: Nested, y_pred: Nested
+) -> tuple[KerasMetric, _OfOutputs, _OfOutputs, list[str] | None]:
+    """Returns the metrics of a compiled model, which Keras builds from the shapes of a batch.
+
+    Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
+    ``_resolved_output_names``. The public ``model.metrics`` does not tell the output of a metric or
+    whether sample weights apply, and is empty until Keras has trained. Without them the library
+    would guess the meaning of names such as "accuracy", and the names of the results.
+    """
+    container = model._compile_metrics
+    if container is None:
+        return None, [], [], None
+    if not container.built:
+        container.build(y_true, y_pred)
+    plain = list(map(_metrics_of, container._flat_metrics))
+    weighted = list(map(_metrics_of, container._flat_weighted_metrics))
+    return container, plain, weighted, getattr(container, "_resolved_output_names", None)
+
+
+def _metrics_of(output: KerasMetric | None) -> list[KerasMetric]:
+    return list(getattr(output, "metrics", ()))
+
+
+def data_adapter() -> type:
+    """Returns the base class of what the loops of Keras take as data without looking into it.
+
+    Private: ``keras.src.trainers.data_adapters.data_adapter.DataAdapter``. Keras has no public name
+    for it, and would distribute anything else a second time.
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    adapter: type = DataAdapter
+    return adapter
+
+
+def without_building() -> Options:
+    """Returns attributes of a model with which the loops of Keras do not build it from a batch.
+
+    Private: ``model._symbolic_build``. Keras would build what its ``train_step`` needs, which may
+    fail, and offers no other way to leave that out. Without it Keras builds.
+    """
+    return {"_symbolic_build": lambda **_: None}
