@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Named(Protocol):
+    """An object with a name."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
 
 
 def present(values: Iterable[T | None]) -> list[T]:
@@ -17,6 +25,21 @@ def present(values: Iterable[T | None]) -> list[T]:
 def map_present(function: Callable[[T], R], values: Iterable[T | None]) -> list[R | None]:
     """Returns what a function gives for each value, and None for None."""
     return [None if value is None else function(value) for value in values]
+
+
+def pick(values: Mapping[int, T] | Sequence[T], numbers: Iterable[int]) -> list[T]:
+    """Returns the values with some numbers, in that order."""
+    return [values[number] for number in numbers]
+
+
+def of_type(values: Iterable[object], kind: type[T]) -> list[T]:
+    """Returns the values of a type."""
+    return [value for value in values if isinstance(value, kind)]
+
+
+def names_of(objects: Iterable[Named]) -> list[str]:
+    """Returns the names of objects."""
+    return [each.name for each in objects]
 
 
 def by_id(objects: Iterable[T]) -> dict[int, T]:

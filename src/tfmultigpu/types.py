@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import tensorflow as tf
 
 Prefer: TypeAlias = Literal["auto", "tpu", "multi_worker", "mirrored", "one_device"]
@@ -49,7 +50,7 @@ Function: TypeAlias = Callable[..., Any]  # Of a user or of TensorFlow, called a
 Forward: TypeAlias = Callable[[KerasModel, Shard, bool], Any]  # ``f(model, batch, training)``.
 Context: TypeAlias = AbstractContextManager[Any]
 Options: TypeAlias = dict[str, Any]  # Arguments by name.
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Model(Protocol):

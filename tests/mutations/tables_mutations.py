@@ -19,8 +19,8 @@ TABLES = (
     ),
     broken(
         "the list of one replica is left out",
-        "        return joined(present) if is_list(present[0])",
-        "        return joined(present[:1]) if is_list(present[0])",
+        "            return joined(addends)\n",
+        "            return joined(addends[:1])\n",
         ROWS,
     ),
     broken(

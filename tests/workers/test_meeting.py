@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from tfmultigpu.addons.workers.channels import connect, listen
-from tfmultigpu.addons.workers.cluster import Cluster, split_address
+from tfmultigpu.strategies.cluster import Cluster, split_address
 from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, End, Ends
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.processes import free_addresses

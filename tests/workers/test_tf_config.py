@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from each import each
 
-from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
 from tfmultigpu.errors import ClusterError
 

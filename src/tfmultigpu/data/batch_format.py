@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import DataError
+from tfmultigpu.lists import present
 from tfmultigpu.types import BatchSpec, Data, Operation, Scalar, Shard, Tensor
 
 _SAMPLED = 2**16
@@ -77,7 +78,7 @@ def any_rows(leaf: Tensor) -> BatchSpec:
 
 def tensors_of(batch: Shard) -> list[Tensor]:
     """Returns the tensors of a batch in the order of ``tf.nest``, leaving out None."""
-    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return present(tf.nest.flatten(batch))
 
 
 def _present(batch: Shard) -> list[Tensor]:
@@ -138,13 +139,12 @@ def check_rows_agree(batch: Shard) -> list[tf.Operation]:
         return []
     # In int32: without a conditional around it, Assert prints only int32 and text.
     rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
+    agree = tf.reduce_all(rows == rows[0])
     checks = [
-        tf.debugging.Assert(
-            tf.reduce_all(rows == rows[0]), [ROWS_DIFFER.text, rows], summarize=100
-        ),
+        tf.debugging.Assert(agree, [ROWS_DIFFER.text, rows], summarize=100),
         tf.debugging.Assert(rows[0] > 0, [NO_ROWS.text]),
     ]
-    return [check for check in checks if check is not None]
+    return present(checks)
 
 
 def checked_rows(batch: Shard) -> Shard:

@@ -109,8 +109,8 @@ class Cut:
         if self.on_devices:
             results = self.strategy.experimental_local_results
             shards = zip(*map(results, leaves), strict=True)
-            return [self._pack(iter(shard)) for shard in shards], results(offsets)[0]
-        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], offsets
+            return list(map(self._pack, map(iter, shards))), results(offsets)[0]
+        return list(map(self._pack, map(iter, self._by_replica(leaves)))), offsets
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Tensor) -> Shard:
@@ -143,9 +143,14 @@ def check_batched(element_spec: BatchSpec) -> None:
     """Checks from the type specs alone that elements are batches."""
     specs = components_of(element_spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    shapes = [spec.shape for spec in specs if isinstance(spec, kinds) and spec.shape.rank != 0]
-    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
-    if not specs or len(shapes) < len(specs) or len(sizes) > 1:
+    sizes: set[int | None] = set()
+    have_rows = bool(specs)
+    for spec in specs:
+        if isinstance(spec, kinds) and spec.shape.rank != 0:
+            sizes.add(spec.shape[0] if spec.shape.rank else None)
+        else:
+            have_rows = False
+    if not have_rows or len(sizes - {None}) > 1:
         raise DataError(
             "The dataset is not batched, or its components do not belong together: each must be a "
             "tensor whose first axis is the rows of the batch.",
@@ -169,9 +174,11 @@ def _is_none(spec: BatchSpec) -> bool:
 def _packer(spec: BatchSpec) -> Callable[[Iterator[Tensor]], Shard]:
     """Returns a function that packs leaves into a structure, faster than ``tf.nest``."""
     if isinstance(spec, tf.TypeSpec):
-        return (lambda leaves: None) if _is_none(spec) else next
+        if _is_none(spec):
+            return lambda leaves: None
+        return next
     if type(spec) is tuple:
-        parts = [_packer(part) for part in spec]
+        parts = list(map(_packer, spec))
         return lambda leaves: tuple([part(leaves) for part in parts])
-    leaf_packers = [_packer(leaf) for leaf in tf.nest.flatten(spec)]
+    leaf_packers = list(map(_packer, tf.nest.flatten(spec)))
     return lambda leaves: tf.nest.pack_sequence_as(spec, [pack(leaves) for pack in leaf_packers])

@@ -9,6 +9,7 @@ from numbers import Integral
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
+from tfmultigpu.lists import pick
 from tfmultigpu.types import Untyped
 
 _PARTS = 2**20  # Fractional shares are rounded to this many parts.
@@ -39,9 +40,7 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
         (48, 16)
     """
     rows = check_count("global_batch_size", global_batch_size, error=DataError)
-    exact: list[Fraction] = []
-    for number in _checked(capacities):
-        exact.append(Fraction(int(number) if isinstance(number, Integral) else float(number)))
+    exact = list(map(_exactly, _checked(capacities)))
     replicas = range(len(exact))
     if rows < len(exact):
         largest = sorted(replicas, key=lambda i: (-exact[i], i))[:rows]
@@ -49,7 +48,7 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
     parts: dict[int, int] = {}  # Replicas whose proportional share is less than one example.
     while True:
         others = [i for i in replicas if i not in parts]
-        total = sum(exact[i] for i in others)
+        total = sum(pick(exact, others))
         quotas = {i: (rows - len(parts)) * exact[i] / total for i in others}
         small = [i for i in others if quotas[i] < 1]
         if not small:
@@ -60,7 +59,13 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
     by_remainder = sorted(others, key=lambda i: (parts[i] - quotas[i], -exact[i], i))
     for i in by_remainder[: rows - sum(parts.values())]:
         parts[i] += 1
-    return tuple(parts[i] for i in replicas)
+    return tuple(pick(parts, replicas))
+
+
+def _exactly(number: float) -> Fraction:
+    if isinstance(number, Integral):
+        return Fraction(int(number))
+    return Fraction(float(number))
 
 
 def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, ...]:
@@ -75,7 +80,9 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
 
 def _checked(shares: Untyped, replicas: int | None = None) -> tuple[float, ...]:
     """Checks that there is one positive finite number per replica."""
-    numbers = tuple(shares) if isinstance(shares, Iterable) else ()
+    numbers: tuple[float, ...] = ()
+    if isinstance(shares, Iterable):
+        numbers = tuple(shares)
     try:
         is_right = numbers and all(math.isfinite(share) and share > 0 for share in numbers)
     except (TypeError, OverflowError):

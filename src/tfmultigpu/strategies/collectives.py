@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined
 from tfmultigpu.strategies.topology import local_replicas, per_replica
@@ -64,13 +65,12 @@ def sum_over_replicas(
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
-        placed = [tf.identity(tensor) for tensor in tensors]
+        placed = list(map(tf.identity, tensors))
         summed: dict[int, tf.Tensor] = {}
         for message in _messages(placed):
-            sent = [placed[i] for i in message]
-            sums = all_reduce_sum(tf.distribute.get_replica_context(), sent)
+            sums = all_reduce_sum(tf.distribute.get_replica_context(), pick(placed, message))
             summed.update(zip(message, sums, strict=True))
-        return [summed[i] for i in range(len(tensors))]
+        return pick(summed, range(len(tensors)))
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     of_replicas: list[list[tf.Tensor]] = [[] for _ in values]
@@ -138,9 +138,11 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
 
 def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
     """Adds the tensors, or the lists of rows, of replicas that are not None on a device."""
-    present = [part for part in parts if part is not None]
+    addends = present(parts)
     with tf.device(device):
-        return joined(present) if is_list(present[0]) else tf.add_n(present)
+        if is_list(addends[0]):
+            return joined(addends)
+        return tf.add_n(addends)
 
 
 def sum_over_workers(
@@ -149,7 +151,7 @@ def sum_over_workers(
     """Adds sums of this worker, each on its device, over the workers; all must call it."""
     if _is_one_process(strategy):
         return list(values)
-    names = [parse_device_name(device) for device in strategy.extended.worker_devices]
+    names = list(map(parse_device_name, strategy.extended.worker_devices))
     numbers: dict[tuple[int, tf.DType], list[int]] = {}
     for i, (tensor, device) in enumerate(zip(values, devices, strict=True)):
         place = names.index(parse_device_name(device)), tensor.dtype
@@ -167,9 +169,9 @@ def sum_over_workers(
                 small.append(i)
         packs = [[values[i]] for i in large]
         if small:
-            packs.insert(0, [values[i] for i in small])
+            packs.insert(0, pick(values, small))
         added.update(zip([*small, *large], add[owner](packs), strict=True))
-    return [added[i] for i in range(len(values))]
+    return pick(added, range(len(values)))
 
 
 def value_of_first_worker(
@@ -195,6 +197,6 @@ def all_reduce_sum(context: Untyped, tensors: Sequence[tf.Tensor]) -> list[tf.Te
     for i, tensor in enumerate(tensors):
         numbers.setdefault(tensor.dtype, []).append(i)
     for chosen in numbers.values():  # It takes one dtype a call.
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, pick(tensors, chosen))
         reduced.update(zip(chosen, sums, strict=True))
-    return [reduced[i] for i in range(len(tensors))]
+    return pick(reduced, range(len(tensors)))

@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -14,15 +13,13 @@ from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
+from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
+from tfmultigpu.strategies.scheduler import Scheduler
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy, Untyped
-
-if TYPE_CHECKING:
-    from tfmultigpu.addons.workers.cluster import Cluster
-    from tfmultigpu.addons.workers.scheduler import Scheduler
 
 _log = logging.getLogger("tfmultigpu")
 _distribute: Untyped = tf.distribute

@@ -6,6 +6,8 @@ elements. Everything else travels as bytes: serialized, sent as int32, and parse
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -27,8 +29,9 @@ def gather_rows(
     with explaining_lost_workers():
         if isinstance(first, tf.RaggedTensor):
             ragged: Untyped = tf.RaggedTensor
+            gather = functools.partial(gather_rows, strategy, may_be_empty=True)
             parts = strategy.run(lambda r: [r.flat_values, *r.nested_row_lengths()], args=(value,))
-            flat, *lengths = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
+            flat, *lengths = map(gather, parts)
             return ragged.from_nested_row_lengths(flat, lengths)
         if isinstance(first, tf.SparseTensor):
             return _gather_sparse(strategy, value)
@@ -52,8 +55,8 @@ def _gather_sparse(strategy: tf.distribute.Strategy, value: Shard) -> tf.SparseT
         return tensor.indices, tensor.values, tf.shape(tensor.values)[:1], tensor.dense_shape[None]
 
     parts = strategy.run(parts_of, args=(value,))
-    gathered = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
-    indices, values, counts, shapes = gathered
+    gather = functools.partial(gather_rows, strategy, may_be_empty=True)
+    indices, values, counts, shapes = map(gather, parts)
     first_rows = tf.repeat(tf.cumsum(shapes[:, 0], exclusive=True), counts)
     indices = tf.concat([indices[:, :1] + first_rows[:, None], indices[:, 1:]], 1)
     rows, widths = tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)

@@ -134,11 +134,16 @@ def _run(strategy: Untyped, function: Function, *args: object, **kwargs: object)
 def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> _Mark | None:
     """Returns the mark of a batch among the arguments of ``run``; None if there is none."""
     leaves = tf.nest.flatten(arguments)
-    offsets = next((getattr(leaf, OFFSETS) for leaf in leaves if hasattr(leaf, OFFSETS)), None)
-    whole = next((leaf for leaf in leaves if hasattr(leaf, WHOLE)), None)
-    kind, count = tf.distribute.DistributedValues, len(local_replicas(strategy))
-    cut = [strategy.experimental_local_results(leaf) for leaf in leaves if isinstance(leaf, kind)]
-    fits = all(len(shards) == count and not isinstance(shards[0], kind) for shards in cut)
+    count = len(local_replicas(strategy))
+    fits, offsets, whole = True, None, None
+    for leaf in reversed(leaves):  # The first one with a mark counts.
+        offsets = getattr(leaf, OFFSETS, offsets)
+        if hasattr(leaf, WHOLE):
+            whole = leaf
+        if isinstance(leaf, tf.distribute.DistributedValues):
+            shards = strategy.experimental_local_results(leaf)
+            of_another = isinstance(shards[0], tf.distribute.DistributedValues)
+            fits = fits and len(shards) == count and not of_another
     if not fits or (whole is not None and count > 1):
         raise DataError(
             "The batch was cut for another strategy, so rows would be lost, or be on every "

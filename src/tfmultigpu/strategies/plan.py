@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
+from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.tpu import NO_TPU, Tpu
 from tfmultigpu.types import Communication, Prefer
-
-if TYPE_CHECKING:
-    from tfmultigpu.addons.workers.cluster import Cluster
 
 COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
 _ADDITIONS_OF_ONE_PROCESS: tuple[str, ...] = ("nccl", "one_device", "hierarchical_copy")

@@ -6,11 +6,11 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.types import Untyped
 
 
 class ProcessState:
@@ -23,7 +23,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         """Begins as a new process does."""
-        self.cluster: Any = None
+        self.cluster: Untyped = None
         self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
     def forget(self) -> None:
@@ -93,5 +93,8 @@ def explaining_lost_workers() -> Iterator[None]:
         ...     total = tf.distribute.get_strategy().reduce("SUM", tf.ones([]), axis=None)
     """
     cluster = process_state.cluster
-    with contextlib.nullcontext() if cluster is None else cluster.explaining():
+    if cluster is None:
+        yield
+        return
+    with cluster.explaining():
         yield

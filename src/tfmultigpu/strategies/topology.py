@@ -30,8 +30,8 @@ def is_sharded(variable: KerasVariable) -> bool:
 
 def devices_of(model: KerasModel) -> tuple[str, ...]:
     """Returns the devices of the weights of a model on one replica, in the order of its layers."""
-    names = [parse_device_name(weight.value.device) for weight in getattr(model, "weights", ())]
-    return tuple(dict.fromkeys(names))
+    names = dict.fromkeys(parse_device_name(v.value.device) for v in getattr(model, "weights", ()))
+    return tuple(names)
 
 
 def owner_of(variable: KerasVariable, devices: Sequence[str]) -> int:

@@ -15,13 +15,13 @@ import tensorflow as tf
 
 from tfmultigpu._version import __version__
 from tfmultigpu.addons.workers import _private
-from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.notes import note_joined
 from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.types import Untyped
 

@@ -20,10 +20,10 @@ from types import TracebackType
 import tensorflow as tf
 
 from tfmultigpu.addons.workers import _private
-from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import FINISHED, End, Ends
 from tfmultigpu.addons.workers.notes import note_lost
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
+from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.worker_exchange import different_calls
 
 # TensorFlow has no error class for a lost worker, so its texts decide: those of 2.19 to 2.21.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from tfmultigpu.addons.workers.cluster import Cluster
-from tfmultigpu.addons.workers.scheduler import Scheduler
 from tfmultigpu.addons.workers.slurm import Slurm
 from tfmultigpu.addons.workers.tf_config import TfConfig
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.cluster import Cluster
+from tfmultigpu.strategies.scheduler import Scheduler
 
 SCHEDULERS: tuple[Scheduler, ...] = (TfConfig(), Slurm())
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tfmultigpu.addons.workers.cluster import Cluster
-from tfmultigpu.addons.workers.scheduler import Scheduler
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.cluster import Cluster
+from tfmultigpu.strategies.scheduler import Scheduler
 from tfmultigpu.types import Json
 
 _EXAMPLE = (

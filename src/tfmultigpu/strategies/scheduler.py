@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.strategies.cluster import Cluster
 
 
 class Scheduler(Protocol):
