@@ -172,8 +172,8 @@ LAW = (
     ),
     broken(
         "gradients stay multiplied by the loss scale",
-        "    if factor is not None:\n        wide",
-        "    if False:\n        wide",
+        "    if factor is not None:\n        for target",
+        "    if False:\n        for target",
         NORM,
     ),
     broken(
@@ -227,8 +227,8 @@ LAW = (
     ),
     broken(
         "evaluation counts a small batch once for each replica",
-        "Pass((), stack(terms, rows.weight), state)",
-        "Pass((), stack(terms, None), state)",
+        "Pass((), stack(terms, rows.weight), deferred",
+        "Pass((), stack(terms, None), deferred",
         f"{EVALUATION}::test_several_batches_in_one_call",
     ),
     broken(

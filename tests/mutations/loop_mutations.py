@@ -95,8 +95,8 @@ LOOPS = (
     ),
     broken(
         "gathered rows lie one upon the other",
-        "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n",
-        "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n        first *= 0\n",
+        "        first, count, total = cast_all(here[:3], tf.int32)\n",
+        "        first, count, total = cast_all(here[:3], tf.int32)\n        first *= 0\n",
         "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
     ),
     broken(

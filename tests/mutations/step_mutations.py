@@ -28,8 +28,8 @@ STEPS = (
     ),
     broken(
         "a batch without weight divides by zero",
-        "tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for",
-        "tf.cast(rows, weight.dtype) / weight for",
+        "tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight))",
+        "tf.cast(rows, weight.dtype) / weight)",
         f"{ZERO}[N=3, mean_with_sample_weight]",
     ),
     broken(
@@ -145,8 +145,8 @@ STEPS = (
     ),
     broken(
         "gradients of float16 stay scaled",
-        "[1.0 if each is None",
-        "[factor if each is None",
+        "wide = 1.0 if correction is None",
+        "wide = factor if correction is None",
         "test_overflow.py::test_the_scale_falls_until_gradients_of_float16_fit",
     ),
     # test_failing_step ----------------------------------------------------------------------------

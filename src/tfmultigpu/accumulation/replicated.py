@@ -12,8 +12,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -23,26 +23,18 @@ from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.table_rows import takes_rows, updating_rows
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import pick
 from tfmultigpu.strategies.collectives import (
     replicas_share_memory,
     sum_on_devices,
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import (
-    Context,
-    Function,
-    KerasOptimizer,
-    KerasVariable,
-    Nested,
-    Operation,
-    Scalar,
-    Tensor,
-)
+from tfmultigpu.types import Context, KerasOptimizer, KerasVariable, Scalar
 
-_Addends = list[list[Gradient]]
+_Addends = list[list[Any]]
 T = TypeVar("T")
 
 
@@ -63,7 +55,7 @@ class Replicated:
         self._ids: dict[int, tf.Tensor] = {}
 
     @property
-    def optimizer(self) -> KerasOptimizer:
+    def optimizer(self) -> Any:
         """The optimizer that does the work, without a ``LossScaleOptimizer`` around it."""
         return self._optimizer()
 
@@ -82,12 +74,12 @@ class Replicated:
     def _adds_lists(self) -> bool:
         return self.strategy.num_replicas_in_sync == 1 or replicas_share_memory(self.strategy)
 
-    def where(self, finish: Function, sums: _Addends, *args: object) -> Nested:
+    def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
         """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
         if len(sums) == 1:
             return finish(sums[0], *args)
 
-        def run(*args: object) -> Nested:
+        def run(*args: Any) -> Any:
             with in_global_phase():
                 return finish(*args)
 
@@ -97,7 +89,7 @@ class Replicated:
         )
         return gradient._replace(norm=norm, valid=valid), others
 
-    def at(self, variable: KerasVariable) -> Context:
+    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
         """Places what is computed of a variable on the device where its gradients are added."""
         return nullcontext()
 
@@ -109,25 +101,22 @@ class Replicated:
 
     def apply(
         self,
-        gradients: Sequence[Gradient],
+        gradients: Sequence[Any],
         variables: Sequence[KerasVariable],
-        after: Sequence[Tensor] = (),
+        after: Sequence[Any] = (),
     ) -> None:
         """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
-        parts = list(map(self._local, gradients))
+        parts = [part for gradient in gradients for part in self._local(gradient)]
         before = [*after, *tf.nest.flatten(parts, expand_composites=True)]
 
         def apply() -> None:
             with _compat.waiting_for(before), self.updating():
                 for part in parts_of(self.optimizer):
-                    known = set(map(id, _compat.optimizer_trains(part)))
-                    own_gradients, own_variables = [], []
-                    for gradient, variable in zip(gradients, variables, strict=True):
-                        if part is self.optimizer or id(variable) in known:
-                            own_gradients.append(gradient)
-                            own_variables.append(variable)
-                    if own_gradients:
-                        self._apply(part, own_gradients, own_variables)
+                    known = {id(variable) for variable in _compat.optimizer_trains(part)}
+                    pairs = zip(gradients, variables, strict=True)
+                    own = [pair for pair in pairs if part is self.optimizer or id(pair[1]) in known]
+                    if own:
+                        self._apply(part, *map(list, zip(*own, strict=True)))
                 if gradients and self.optimizer not in parts_of(self.optimizer):
                     self.optimizer.iterations.assign_add(1)
 
@@ -139,7 +128,7 @@ class Replicated:
         yield
 
     def _apply(
-        self, optimizer: KerasOptimizer, gradients: list[Gradient], variables: list[KerasVariable]
+        self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
     ) -> None:
         hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
@@ -169,12 +158,12 @@ class Replicated:
             copies = self._local(tf_variable(variable))
             for place, copy in enumerate(copies):
                 ids[id(copy)] = lists[place % len(lists)].indices  # Of all, or of each.
-            gradients[number] = lists[0].values
-            if len(lists) > 1:
-                gradients[number] = per_replica(self.strategy, list(map(values_of, lists)))
+            values = [each.values for each in lists]
+            several = len(lists) > 1
+            gradients[number] = per_replica(self.strategy, values) if several else values[0]
         return ids
 
-    def _local(self, value: Nested) -> tuple[Tensor, ...]:
+    def _local(self, value: Any) -> tuple[Any, ...]:
         return tuple(self.strategy.experimental_local_results(value))
 
 
@@ -191,10 +180,7 @@ class Owned(Replicated):
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
         variables = _compat.optimizer_trains(optimizer) or list(variables)
-        owners: dict[int, int] = {}  # By the number of a variable.
-        for number, variable in enumerate(variables):
-            if is_sharded(variable):
-                owners[number] = owner_of(variable, self.devices)
+        owners = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
         if not optimizer.built:  # Else others have their state on all replicas.
             sizes = [math.prod(variable.shape) for variable in variables]
             owners = dict(enumerate(assign_owners(sizes, len(self.devices), owners)))
@@ -203,19 +189,17 @@ class Owned(Replicated):
         if optimizer.built:
             return
 
-        def with_owner(_: object, variable: KerasVariable) -> Context:
+        def with_owner(_: Any, variable: KerasVariable) -> AbstractContextManager[Any]:
             owner = self._owners.get(id(variable))
-            if owner is None:
-                return nullcontext()
-            return tf.device(self.devices[owner])  # type: ignore[no-any-return]
+            return nullcontext() if owner is None else tf.device(self.devices[owner])
 
         def build() -> None:  # A variable is created once outside the scope.
             with patching(self.strategy.extended, "colocate_vars_with", with_owner):
                 optimizer.build(list(variables))
 
-        before = set(map(id, optimizer.variables))
+        before = {id(variable) for variable in optimizer.variables}
         outside_scopes(build)
-        self.state = frozenset(map(id, optimizer.variables)) - before
+        self.state = frozenset(id(variable) for variable in optimizer.variables) - before
         for each in (optimizer, *parts_of(optimizer)):
             each.apply = _refuse_replicas
 
@@ -227,7 +211,7 @@ class Owned(Replicated):
             sums = _without_lists(sums, variables)
         return [sum_over_workers(self.strategy, sums, places)]
 
-    def at(self, variable: KerasVariable) -> Context:
+    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
         """Places what is computed of a variable with its owner."""
         return tf.device(self._device(variable))  # type: ignore[no-any-return]
 
@@ -239,13 +223,13 @@ class Owned(Replicated):
         """
 
         def update(
-            original: Function,
+            original: Any,
             variable: KerasVariable,
-            function: Function,
-            args: Sequence[object] = (),
-            kwargs: Mapping[str, object] | None = None,
+            function: Any,
+            args: Any = (),
+            kwargs: Any = None,
             group: bool = True,
-        ) -> Operation:
+        ) -> Any:
             copies = self._local(variable)
             if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
                 with tf.device(variable.device):
@@ -254,7 +238,7 @@ class Owned(Replicated):
             if owner is None:  # A counter, for example, is on all replicas.
                 return original(variable, function, args, kwargs=kwargs, group=group)
 
-            def on_owner(copy: Scalar, *args: object, **kwargs: object) -> None:
+            def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
                 if copy is copies[owner]:
                     function(copy, *args, **kwargs)
 
@@ -291,7 +275,7 @@ def _without_lists(
     return dense
 
 
-def _refuse_replicas(*_: object, **__: object) -> None:
+def _refuse_replicas(*_: Any, **__: Any) -> None:
     raise TfMultiGpuError(
         "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would "
         "have each replica change it.",
@@ -310,11 +294,11 @@ def assign_owners(
     """
     chosen = dict(fixed or {})
     loads = [0] * owners
-    largest_first = sorted(range(len(sizes)), key=lambda i: (i not in chosen, -sizes[i], i))
-    for index in largest_first:  # After those that have an owner already.
+    # Those that have an owner already come first.
+    for index in sorted(range(len(sizes)), key=lambda i: (i not in chosen, -sizes[i], i)):
         owner = chosen.setdefault(index, loads.index(min(loads)))
         loads[owner] += sizes[index]
-    return tuple(map(chosen.__getitem__, range(len(sizes))))
+    return tuple(pick(chosen, range(len(sizes))))
 
 
 def outside_scopes(function: Callable[[], T]) -> T:

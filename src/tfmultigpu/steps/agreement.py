@@ -12,7 +12,6 @@ import inspect
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 import numpy as np
@@ -22,7 +21,7 @@ from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasModel, KerasOptimizer
+from tfmultigpu.types import KerasModel, KerasOptimizer, Untyped
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {
@@ -36,19 +35,20 @@ def check_programs_alike(
     strategy: tf.distribute.Strategy,
     model: KerasModel,
     optimizer: KerasOptimizer,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> None:
     """Checks that workers made a step of the same; all must call it, before the first step."""
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1:
         return
     code = [layer.__class__.call for layer in all_layers(model)]
-    weights = [
-        [COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable] for v in model.weights
-    ]
+    weights: list[object] = []
+    for v in model.weights:
+        weights.append([COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable])
     # The first that differs is told, and a compiled model knows its loss.
     parts = {**settings, "optimizer": optimizer, "code of layers": code, "model": model}
-    described = {name: describe(value) for name, value in {**parts, "weights": weights}.items()}
+    parts["weights"] = weights
+    described = {name: describe(value) for name, value in parts.items()}
     if (difference := exchange.find_difference("a step", described)) is not None:
         name, other = difference
         raise ClusterError(
@@ -59,18 +59,23 @@ def check_programs_alike(
         )
 
 
-def describe(value: Any) -> str:
+def describe(value: Untyped) -> str:
     """Returns a text that is equal if two processes of one program made the same.
 
     A function is described by its code and the numbers that it was made with, an object by its
     class and its configuration.
     """
     if isinstance(value, Mapping):
-        kept = [f"{k}: {describe(v)}" for k, v in value.items() if str(k) not in _NOT_COMPARED]
+        kept = []
+        for k, v in value.items():
+            if str(k) not in _NOT_COMPARED:
+                kept.append(f"{k}: {describe(v)}")
         return "{" + ", ".join(sorted(kept)) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        each = [describe(v) for v in value]
-        return f"[{', '.join(sorted(each) if isinstance(value, (set, frozenset)) else each)}]"
+        each = list(map(describe, value))
+        if isinstance(value, (set, frozenset)):
+            each.sort()
+        return f"[{', '.join(each)}]"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"array {np.shape(value)} {digest_of(np.asarray(value).tobytes())}"
     if isinstance(value, types.CodeType):  # Without file and line.
@@ -81,9 +86,10 @@ def describe(value: Any) -> str:
     function = getattr(function, "__func__", function)  # Of a method.
     if isinstance(function, types.FunctionType):
         read = inspect.getclosurevars(function)
-        numbers: list[Any] = [function.__defaults__, function.__kwdefaults__]
+        numbers: list[object] = [function.__defaults__, function.__kwdefaults__]
         for v in (*read.nonlocals.values(), *read.globals.values()):
-            numbers += [v] if isinstance(v, (float, np.ndarray)) else []
+            if isinstance(v, (float, np.ndarray)):
+                numbers.append(v)
         code = digest_of(describe(function.__code__))
         return f"{function.__qualname__} {code} {describe(numbers)}"
     if isinstance(value, (*_PLAIN, type)):
@@ -92,7 +98,7 @@ def describe(value: Any) -> str:
     return f"{kind.__qualname__} {digest_of(describe(vars(kind).get('call')))} {_config(value)}"
 
 
-def _config(value: Any) -> Any:
+def _config(value: Untyped) -> str | None:
     """The configuration of an object; None if it has none that can be had."""
     if dataclasses.is_dataclass(value):  # A loss and its weights.
         return describe(vars(value))
@@ -119,7 +125,8 @@ def check_values_alike(
         return
     begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0
     variables = list(model.variables if begins else model.trainable_variables)
-    variables += [] if optimizer is None else list(optimizer.variables)
+    if optimizer is not None:
+        variables += optimizer.variables
     digests = {i: digest_of(np.asarray(v.numpy()).tobytes()) for i, v in enumerate(variables)}
     if (difference := exchange.find_difference("the values of variables", digests)) is None:
         return

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from typing import Any, Self
+from typing import Self
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu.types import KerasVariable
+from tfmultigpu.types import KerasVariable, Operation, Scalar, Tensor
 
 _scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
 
@@ -32,17 +32,19 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         early: Operations that assign a deferred value before the step does.
     """
 
-    def __init__(self, before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> None:
+    def __init__(
+        self, before: Iterable[tuple[KerasVariable, Tensor]] = (), counts: Scalar = True
+    ) -> None:
         """Keeps the values that variables seem to have, and whether metrics are updated."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[KerasVariable] = []
-        self.early: set[Any] = set()
+        self.early: set[Operation] = set()
         self._before = list(before)  # Keeps the variables alive, so ids stay unique.
         self._values = {id(variable): value for variable, value in self._before}
         self._counts = counts
         self._graph = tf.compat.v1.get_default_graph()
         self._tokens: list[Token[DeferredAssignments | None]] = []
-        self._notes: list[dict[int, Any]] = []  # One for each ``noting_reads``.
+        self._notes: list[dict[int, Tensor]] = []  # One for each ``noting_reads``.
         self._repeats = False
 
     def __enter__(self) -> Self:
@@ -57,7 +59,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         _scope_of_thread.reset(self._tokens.pop())
 
     @contextmanager
-    def noting_reads(self) -> Iterator[dict[int, Any]]:
+    def noting_reads(self) -> Iterator[dict[int, Tensor]]:
         """Yields values for ``repeating``, complete at the end: what variables seem to have now.
 
         The reads of states that code in the context reads are among them, for a later read of the
@@ -71,7 +73,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
             self._notes.pop()
 
     @contextmanager
-    def repeating(self, values: dict[int, Any]) -> Iterator[None]:
+    def repeating(self, values: dict[int, Tensor]) -> Iterator[None]:
         """Has code that runs once more read these values, and lets go of what it assigns."""
         kept = self._values, self.variables, self._repeats
         self._values, self.variables, self._repeats = dict(values), [], True
@@ -83,17 +85,25 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def current(self, variable: KerasVariable) -> tf.Tensor:
         """Returns the value last assigned to a variable, or its own."""
         value = self._values.get(id(variable))
-        return tf.convert_to_tensor(variable.value if value is None else value)
+        if value is None:
+            value = variable.value
+        return tf.convert_to_tensor(value)
 
-    def own_variable(self, variable: KerasVariable) -> Any:
+    def values_of(self, variables: Iterable[KerasVariable]) -> tuple[tf.Tensor, ...]:
+        """Returns what variables would be assigned, or their own values, computed here."""
+        return tuple(map(tf.identity, map(self.current, variables)))
+
+    def own_variable(self, variable: KerasVariable) -> tf.Variable | None:
         """Returns the variable of TensorFlow that code here reads; None if it reads a value."""
         if id(variable) in self._values:
             return None
         with self._left():
             own = variable.value
-        return own if isinstance(own, tf.Variable) else None  # Else Keras has cast it.
+        if not isinstance(own, tf.Variable):  # Keras has cast it.
+            return None
+        return own
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[Tensor, Tensor]) -> None:
         """Keeps an assignment."""
         variable, value = update
         is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
@@ -107,10 +117,10 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         else:
             # A gradient stops at the variable, as for a real assignment.
             self._values[id(variable)] = tf.stop_gradient(value)
-        if all(variable is not known for known in self.variables):
+        if id(variable) not in map(id, self.variables):
             self.variables.append(variable)
 
-    def get_current_value(self, variable: KerasVariable) -> Any:
+    def get_current_value(self, variable: KerasVariable) -> Tensor:
         """Returns what Keras reads of a variable."""
         # A loop body must find the value that its last iteration assigned.
         if self._in_inner_graph() and not variable.trainable and not self._repeats:
@@ -121,7 +131,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         if value is None:
             self._note(variable, own)
             return own
-        return _with_gradient_of(own, value) if variable.trainable else value
+        if variable.trainable:
+            return _with_gradient_of(own, value)
+        return value
 
     def _in_inner_graph(self) -> bool:
         return tf.compat.v1.get_default_graph() is not self._graph
@@ -135,7 +147,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
                 variable.assign(value)
             self.early.update(self._graph.get_operations()[before:])
 
-    def _note(self, variable: KerasVariable, own: Any) -> None:
+    def _note(self, variable: KerasVariable, own: Tensor) -> None:
         """Notes what a state has that was not assigned yet."""
         if self._notes and not variable.trainable:
             with self._graph.as_default():
@@ -161,7 +173,9 @@ def deferred_here() -> DeferredAssignments | None:
     return scope
 
 
-def assign(variables: Sequence[KerasVariable], values: Sequence[Any], after: Sequence[Any]) -> None:
+def assign(
+    variables: Sequence[KerasVariable], values: Sequence[Tensor], after: Sequence[Tensor]
+) -> None:
     """Assigns deferred values after the operations ``after``; call it in replica context."""
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
@@ -169,11 +183,11 @@ def assign(variables: Sequence[KerasVariable], values: Sequence[Any], after: Seq
             variable.assign(tf.identity(value))
 
 
-def _with_gradient_of(own: Any, value: Any) -> Any:
+def _with_gradient_of(own: Tensor, value: Tensor) -> Tensor:
     """Returns the value assigned to a trained variable, with the gradient of the variable."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def read(_: Any) -> Any:
+    def read(_: object) -> Tensor:
         return tf.identity(value), tf.convert_to_tensor
 
     return read(tf.convert_to_tensor(own))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
+from tfmultigpu.lists import of_type
 from tfmultigpu.strategies.scopes import all_layers, check_backend
-from tfmultigpu.types import KerasLayer, KerasModel
+from tfmultigpu.types import Function, KerasLayer, KerasModel, Nested, Tensor, Untyped
 
 
-def synchronize_batch_norm(model: KerasModel) -> Any:
+def synchronize_batch_norm(model: KerasModel) -> KerasModel:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
     That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
@@ -53,14 +53,16 @@ def synchronize_batch_norm(model: KerasModel) -> Any:
     return model
 
 
-def moments_of_replicas(original: Any, layer: KerasLayer, inputs: Any, mask: Any) -> Any:
+def moments_of_replicas(
+    original: Function, layer: KerasLayer, inputs: Nested, mask: Tensor
+) -> Tensor:
     """Returns mean and variance over what the masks of all replicas leave of their rows.
 
     Keras synchronizes without a mask only. Here each sum of its formula is one over replicas.
     """
     context = tf.distribute.get_replica_context()
 
-    def over_replicas(add: Any, *args: Any, **kwargs: Any) -> Any:
+    def over_replicas(add: Function, *args: object, **kwargs: object) -> Tensor:
         return context.all_reduce(tf.distribute.ReduceOp.SUM, add(*args, **kwargs))
 
     if mask is None or context is None or not layer.synchronized:
@@ -73,8 +75,8 @@ def moments_of_replicas(original: Any, layer: KerasLayer, inputs: Any, mask: Any
 def noting_moments(layers: list[KerasLayer]) -> Iterator[None]:
     """Adds each layer that takes the moments of the rows of this replica alone; replica context."""
 
-    def moments(original: Any, layer: KerasLayer, inputs: Any, mask: Any) -> Any:
-        if not layer.synchronized and all(layer is not known for known in layers):
+    def moments(original: Function, layer: KerasLayer, inputs: Nested, mask: Tensor) -> Tensor:
+        if not layer.synchronized and id(layer) not in map(id, layers):
             layers.append(layer)
         return original(layer, inputs, mask)
 
@@ -91,23 +93,23 @@ def short_sums() -> Iterator[None]:
     model with a sum in each layer takes minutes. Here each replica gives its argument as a
     constant, at which a walk ends, and the gradient is stated beside it: the sum over replicas.
     """
-    context: Any = tf.distribute.get_replica_context()
+    context: Untyped = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
         yield
         return
     original = context.all_reduce
 
-    def all_reduce(reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Tensor:
         flat = tf.nest.flatten(value)
-        if any(isinstance(one, tf.IndexedSlices) for one in flat):
+        if of_type(flat, tf.IndexedSlices):
             return original(reduce_op, value, options)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def add(*tensors: Any) -> Any:
-            added = original(reduce_op, [tf.stop_gradient(one) for one in tensors], options)
+        def add(*tensors: Tensor) -> Tensor:
+            added = original(reduce_op, list(map(tf.stop_gradient, tensors)), options)
             return added, lambda *upstream: all_reduce(reduce_op, list(upstream), options)
 
-        return tf.nest.pack_sequence_as(value, add(*[tf.convert_to_tensor(one) for one in flat]))
+        return tf.nest.pack_sequence_as(value, add(*map(tf.convert_to_tensor, flat)))
 
     with setting(context, all_reduce=all_reduce):
         yield

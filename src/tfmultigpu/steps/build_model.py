@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,10 +13,10 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.scopes import all_layers, check_scope
-from tfmultigpu.types import BatchSpec, KerasModel
+from tfmultigpu.types import BatchSpec, KerasLayer, KerasModel, Nested, Tensor, Untyped
 
 # Layers that are attributes of a model and that its call passes over: they are never built.
-_passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
+_passed_over: weakref.WeakSet[KerasLayer] = weakref.WeakSet()
 
 
 def is_built(model: KerasModel) -> bool:
@@ -55,10 +54,10 @@ def prepare_model(
         )
 
 
-def call_on_shapes(model: KerasModel, specs: Any, **options: Any) -> Any:
+def call_on_shapes(model: KerasModel, specs: BatchSpec, **options: object) -> Nested:
     """Calls a model on shapes alone: returns symbolic outputs of Keras for type specs."""
 
-    def tensor(spec: Any) -> Any:
+    def tensor(spec: BatchSpec) -> Tensor:
         sparse = isinstance(spec, tf.SparseTensorSpec)
         return keras.KerasTensor(tuple(spec.shape), spec.dtype.name, sparse=sparse)
 
@@ -87,9 +86,9 @@ def _build(model: KerasModel, batch_spec: BatchSpec) -> None:
     _passed_over.update(layer for layer in _compat.layers_inside(model) if not layer.built)
 
 
-def _one_row(spec: Any) -> Any:
+def _one_row(spec: BatchSpec) -> Nested:
     """Returns a row of zeros, as ragged as the spec, with eight along each open axis."""
     zeros = tf.zeros([1, *(size or 8 for size in spec.shape[1:])], spec.dtype)
-    ragged: Any = tf.RaggedTensor
+    ragged: Untyped = tf.RaggedTensor
     options = {name: getattr(spec, name, None) for name in ("ragged_rank", "row_splits_dtype")}
     return ragged.from_tensor(zeros, **options) if options["ragged_rank"] else zeros

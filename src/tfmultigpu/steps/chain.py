@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from threading import RLock
 from typing import Any
 
 from tfmultigpu.data.batch_format import with_dependencies
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
@@ -16,7 +18,7 @@ from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import KerasVariable
+from tfmultigpu.types import Context, KerasMetric, KerasVariable, Tensor, Untyped
 
 
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
@@ -81,10 +83,13 @@ class ChainedStep(Step, Looped):
         """Use ``chain_steps``, which checks what it is given."""
         self.steps, self.names = dict(steps), tuple(steps)
         self.strategy = next(iter(self.steps.values())).strategy
-        metrics = {id(metric): metric for step in self.train_steps for metric in step.metrics}
-        self.metrics = tuple(metrics.values())
-        locks = {id(lock): lock for step in self.train_steps for lock in step.runner.locks}
-        self.runner = Runner(self, list(locks.values()))
+        metrics: list[KerasMetric] = []
+        locks: list[RLock] = []
+        for step in self.train_steps:
+            metrics += step.metrics
+            locks += step.runner.locks
+        self.metrics = tuple(by_id(metrics).values())
+        self.runner = Runner(self, list(by_id(locks).values()))
 
     def __repr__(self) -> str:
         """Returns the steps in their order, and where they train."""
@@ -97,13 +102,16 @@ class ChainedStep(Step, Looped):
         return tuple(dict.fromkeys(self.steps.values()))
 
     @property
-    def verification(self) -> dict[str, Any]:
+    def verification(self) -> dict[str, Untyped]:
         """The comparison of each step with one device, by its name."""
         return {name: step.verification for name, step in self.steps.items()}
 
     def changed_variables(self) -> list[KerasVariable]:
         """Returns the variables that the steps change."""
-        return [v for step in self.train_steps for v in step.changed_variables()]
+        changed: list[KerasVariable] = []
+        for step in self.train_steps:
+            changed += step.changed_variables()
+        return changed
 
     def other_states(self) -> list[OtherState]:
         """Returns the state that the traces so far change, known to Keras or not."""
@@ -115,7 +123,9 @@ class ChainedStep(Step, Looped):
     def key(self) -> Hashable:
         """Returns the keys of the steps."""
         keys = tuple(step.key() for step in self.train_steps)
-        return None if None in keys else keys
+        if None in keys:
+            return None
+        return keys
 
     def facts(self) -> Facts:
         """Returns the facts of each step, behind its name."""
@@ -130,7 +140,7 @@ class ChainedStep(Step, Looped):
             step.runner.settle(spec)
         return False
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
+    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Runs the steps on a batch, each with a trace of its own; traced."""
         tallies: dict[str, Tally] = {}
         for name, step in self.steps.items():
@@ -145,7 +155,7 @@ class ChainedStep(Step, Looped):
             shards = shards._replace(local=local)
         return logs_of_step(tallies), tallies
 
-    def around_trace(self) -> AbstractContextManager[Any]:
+    def around_trace(self) -> Context:
         """Returns nothing to enter: features are asked by their own step alone."""
         return nullcontext()
 
@@ -155,6 +165,6 @@ class ChainedStep(Step, Looped):
             return call
         return self._one_by_one
 
-    def _one_by_one(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
+    def _one_by_one(self, batch: Batch) -> tuple[dict[str, Tensor], Tallies]:
         tallies = {name: step.runner.call(batch)[1][""] for name, step in self.steps.items()}
         return logs_of_step(tallies), tallies

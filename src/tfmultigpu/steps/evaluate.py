@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.lists import names_of
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.assignments import DeferredAssignments
@@ -22,7 +23,7 @@ from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
-from tfmultigpu.types import Scalar, Shard
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 
 class EvalStep(ModelStep, Looped):
@@ -54,10 +55,8 @@ class EvalStep(ModelStep, Looped):
 
     def __repr__(self) -> str:
         """Returns what it evaluates, where, and what the check of it found."""
-        metrics = [metric.name for metric in self.metrics]
-        return shown_step(
-            self, self.model.name, self.strategy, [shown_loss(self.forward), *metrics]
-        )
+        does = [shown_loss(self.forward), *names_of(self.metrics)]
+        return shown_step(self, self.model.name, self.strategy, does)
 
     def key(self) -> Hashable:
         """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
@@ -76,7 +75,7 @@ class EvalStep(ModelStep, Looped):
         self.step_metrics.build(self.model, batch_spec)
         return False
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
+    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Evaluates one global batch; traced."""
         tally, passes = self.look(shards, trace)
         phases.commit(self.strategy, trace, passes, [tally.sums])
@@ -97,14 +96,13 @@ class EvalStep(ModelStep, Looped):
                 penalty += found[0]
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 
-    def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Pass:
+    def _replica(self, shard: Shard, rows: Rows, *_: object, trace: Trace) -> Pass:
         tracing = tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)
         trace.note(Layout.of(terms, trains=False), (), deferred.variables)
-        state = tuple(tf.identity(deferred.current(variable)) for variable in trace.state)
-        return Pass((), stack(terms, rows.weight), state)
+        return Pass((), stack(terms, rows.weight), deferred.values_of(trace.state))
 
     def run_model(self, shard: Shard) -> None:
         """Runs the forward pass on a shard, for code that watches its layers; traced."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,6 +13,7 @@ from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import Function, Scalar, Untyped
 
 # How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
 _NO_MEMORY = re.compile(
@@ -25,7 +25,7 @@ _NO_MEMORY = re.compile(
 
 @contextmanager
 def explaining_failures(
-    strategy: tf.distribute.Strategy, count_rows: Callable[[], Any] | None = None
+    strategy: tf.distribute.Strategy, count_rows: Callable[[], Scalar] | None = None
 ) -> Iterator[None]:
     """Raises what an error of TensorFlow means for the user, where it does not speak for itself."""
     # Of the strategy of one worker alone no call waits for another.
@@ -56,11 +56,15 @@ def explaining_failures(
 def line_on_memory(message: str) -> str | None:
     """Returns the line of an error's message that says that memory ran out; None without one."""
     # Not one that names the place in a program: it may be called so.
-    lines = [line for line in message.splitlines() if not line.lstrip().startswith("File ")]
-    return next((line for line in lines if _NO_MEMORY.search(line)), None)
+    for line in message.splitlines():
+        if _NO_MEMORY.search(line) and not line.lstrip().startswith("File "):
+            return line
+    return None
 
 
-def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:
+def _explain(
+    error: Untyped, strategy: tf.distribute.Strategy, count_rows: Function | None
+) -> Exception:
     """Returns the error for the user; the same one if it speaks for itself."""
     line, exhausted = line_on_memory(error.message), tf.errors.ResourceExhaustedError
     if isinstance(error, exhausted) or (isinstance(error, tf.errors.InternalError) and line):
@@ -86,7 +90,7 @@ def _explain(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> E
     return as_data_error(error)
 
 
-def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:
+def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Scalar) -> Exception:
     # Of a copy, the device it went to.
     where = device = ["A device", *re.findall(r"device:(\w+:\d+)", line)][-1]
     if strategy.num_replicas_in_sync > 1:

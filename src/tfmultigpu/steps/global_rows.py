@@ -7,20 +7,21 @@ of a row is added and goes back to the replica that has it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, count_rows
+from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, cast_all, count_rows
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
+from tfmultigpu.types import Nested, Tensor, Untyped
 
 
 @contextmanager
@@ -55,10 +56,12 @@ def rows() -> Rows:
         5
     """
     here = _known_rows("rows")
-    return here if here.weight is not None else here._replace(weight=tf.ones([], tf.float64))
+    if here.weight is None:
+        return here._replace(weight=tf.ones([], tf.float64))
+    return here
 
 
-def gather_rows(tensor: Any) -> Any:
+def gather_rows(tensor: Tensor) -> Nested:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
     For a loss that compares the examples of a batch. Call it where ``rows`` can be called. The
@@ -81,26 +84,25 @@ def gather_rows(tensor: Any) -> Any:
         >>> tmg.gather_rows(tf.constant([[1.0], [2.0]])).numpy().tolist()
         [[1.0], [2.0]]
     """
-    context: Any = tf.distribute.get_replica_context()
+    context: Untyped = tf.distribute.get_replica_context()
     alone = context is not None and context.num_replicas_in_sync == 1
     here = _rows_here() if alone else _known_rows("gather_rows")
     if here is not None and here.parts is not None:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only.", "", "Write micro_batches=1."
         )
-    tensors = [_as_rows(leaf) for leaf in tf.nest.flatten(tensor)]
+    tensors = list(map(_as_rows, tf.nest.flatten(tensor)))
     if here is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
         copies = False if here.weight is None else here.weight < 1
-    padded = [_among_zeros(here, rows_here) for rows_here in tensors]
+    padded = list(map(functools.partial(_among_zeros, here), tensors))
     with tf.name_scope(GATHERED):
         added = all_reduce_sum(context, padded)
     # If each replica has all rows, and counts 1 / replicas, the gradient of its copy stays with it.
-    gathered = [
-        tf.cast(tf.where(copies, own, every), rows_here.dtype)
-        for own, every, rows_here in zip(padded, added, tensors, strict=True)
-    ]
+    gathered: list[Tensor] = []
+    for own, every, rows_here in zip(padded, added, tensors, strict=True):
+        gathered.append(tf.cast(tf.where(copies, own, every), rows_here.dtype))
     return tf.nest.pack_sequence_as(tensor, gathered)
 
 
@@ -136,9 +138,10 @@ def _known_rows(function: str) -> Rows:
     return here
 
 
-def _as_rows(value: Any) -> Any:
-    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
-    tensor = value if composite else tf.convert_to_tensor(value)
+def _as_rows(value: Tensor) -> Tensor:
+    tensor, composite = value, isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+    if not composite:
+        tensor = tf.convert_to_tensor(value)
     dtype = tensor.dtype
     is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
     if composite or not is_number or tensor.shape.rank == 0:
@@ -152,11 +155,11 @@ def _as_rows(value: Any) -> Any:
     return tensor
 
 
-def _among_zeros(here: Rows, tensor: Any) -> Any:
+def _among_zeros(here: Rows, tensor: Tensor) -> Tensor:
     """The rows at their place in the global batch, in a dtype in which they can be added."""
     size, rank = tf.shape(tensor)[0], tf.rank(tensor)
     with tf.device("CPU:0"):  # Shapes are decided there.
-        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])
+        first, count, total = cast_all(here[:3], tf.int32)
         # Not tf.debugging.Assert, which makes two branches of it.
         data = [NOT_ROWS.text, tf.stack([size, count])]
         with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.steps.build_model import is_built
@@ -11,6 +10,7 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.clipping import ClipByNorm
 from tfmultigpu.steps.features.draws import Draws
+from tfmultigpu.steps.features.feature import Loop
 from tfmultigpu.steps.features.lookups import Lookups
 from tfmultigpu.steps.features.loss_scaling import LossScaling
 from tfmultigpu.steps.features.micro_batches import MicroBatches
@@ -23,8 +23,11 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, check_scope, current_strategy
 from tfmultigpu.types import (
+    ForwardFunction,
     KerasVariable,
+    Loss,
     LossScaling as Scaling,
+    Metrics,
     Model,
     Optimizer,
     ShardUpdate,
@@ -36,12 +39,12 @@ from tfmultigpu.types import (
 def make_train_step(
     model: Model,
     optimizer: Optimizer,
-    loss: Any,
+    loss: Loss,
     strategy: Strategy | None = None,
     *,
-    metrics: Any = (),
+    metrics: Metrics = (),
     micro_batches: int | Sequence[int] = 1,
-    forward: Callable[[Any, Any, bool], Any] | None = None,
+    forward: ForwardFunction | None = None,
     clip_norm: float | None = None,
     loss_scale: Scaling = None,
     shard_update: ShardUpdate = "auto",
@@ -151,11 +154,11 @@ def make_train_step(
 
 def make_eval_step(
     model: Model,
-    loss: Any,
+    loss: Loss,
     strategy: Strategy | None = None,
     *,
-    metrics: Any = (),
-    forward: Any = None,
+    metrics: Metrics = (),
+    forward: ForwardFunction | None = None,
     verify: Verify = "first",
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
@@ -225,7 +228,7 @@ def make_predict_step(
     ).bind()
 
 
-def check_verify(verify: Any) -> None:
+def check_verify(verify: bool | str) -> None:
     """Checks the argument ``verify`` of a step."""
     if not isinstance(verify, bool) and verify not in ("first", "gradients"):
         raise ValueError(
@@ -233,13 +236,13 @@ def check_verify(verify: Any) -> None:
         )
 
 
-def _loop_of(features: Sequence[Feature]) -> Any:
+def _loop_of(features: Sequence[Feature]) -> Loop | None:
     """Returns how a feature wants micro-batches to be run; None for one after the other."""
     loops = [feature.loop for feature in features if feature.loop is not None]
     return loops[0] if loops else None
 
 
-def _features(strategy: Any, own: list[Feature], verify: Verify) -> list[Feature]:
+def _features(strategy: Strategy, own: list[Feature], verify: Verify) -> list[Feature]:
     """Returns the features of a step, in their order."""
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.

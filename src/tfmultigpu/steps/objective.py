@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.losses import LossSum, LossTerm, as_loss, is_fixed, loss_term
-from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.data.batch_format import cast_all, count_rows, unpack_batch
 from tfmultigpu.errors import LossError
+from tfmultigpu.lists import by_id, names_of, pick, present
 from tfmultigpu.steps.outputs import Output, match_outputs
-from tfmultigpu.steps.tally import Layout
+from tfmultigpu.steps.tally import Layout, widest
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Scalar, Shard
+from tfmultigpu.types import (
+    ForwardFunction,
+    Function,
+    KerasLayer,
+    KerasModel,
+    KerasVariable,
+    Loss,
+    Metrics,
+    Nested,
+    Scalar,
+    Shard,
+    Tensor,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +51,9 @@ class Objective:
         0.5
     """
 
-    loss: Any
-    loss_weights: Any = None
-    weighted_metrics: Any = ()
+    loss: Loss
+    loss_weights: Nested = None
+    weighted_metrics: Metrics = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +67,16 @@ class Forward:
 
     model: KerasModel
     objective: Objective
-    forward: Callable[[Any, Any, bool], Any] | None = None
-    chosen: tuple[Any, ...] | None = None
+    forward: ForwardFunction | None = None
+    chosen: tuple[KerasVariable, ...] | None = None
 
     @classmethod
     def of(
-        cls, model: KerasModel, loss: Any, forward: Any = None, variables: Any = None
+        cls,
+        model: KerasModel,
+        loss: Loss,
+        forward: ForwardFunction | None = None,
+        variables: Sequence[KerasVariable] | None = None,
     ) -> Forward:
         """Creates a forward pass from the arguments of a step."""
         if forward is not None and (loss is not None or not callable(forward)):
@@ -69,7 +85,9 @@ class Forward:
                 "LossSum itself.",
                 f"loss={loss!r} and forward={forward!r}",
             )
-        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        objective = loss
+        if not isinstance(loss, Objective):
+            objective = Objective(loss)
         losses = tf.nest.map_structure(
             lambda each: None if each is None else as_loss(each), objective.loss
         )
@@ -78,7 +96,7 @@ class Forward:
         return cls(model, objective, forward, chosen)
 
     @property
-    def trained(self) -> list[Any]:
+    def trained(self) -> list[KerasVariable]:
         """The variables to train; a frozen variable is left out."""
         if self.chosen is None:
             return list(self.model.trainable_variables)
@@ -96,26 +114,29 @@ class Forward:
                 y_pred = self.model(x, training=training)
                 losses, factors = self.objective.loss, self.objective.loss_weights
                 outputs = match_outputs(y, y_pred, weight, losses, factors, names)
-                terms = [_term_of_output(output) for output in outputs if output.loss is not None]
-        return terms + [_term_of_added(value, count_rows(shard)) for value in added], outputs
+                with_loss = [output for output in outputs if output.loss is not None]
+                terms = list(map(_term_of_output, with_loss))
+        for value in added:
+            terms.append(_term_of_added(value, count_rows(shard)))
+        return terms, outputs
 
     @contextmanager
-    def _recording_added_losses(self) -> Iterator[list[Any]]:
+    def _recording_added_losses(self) -> Iterator[list[Tensor]]:
         """Yields a list of what the layers of the model add, also for activity regularizers.
 
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
         and read each other's losses. A ``forward`` that reads it gets a warning.
         """
         # The model may be a weak reference, of which a bound method has the object itself.
-        own = {id(layer) for layer in all_layers(self.model.add_loss.__self__)}
-        added: list[Any] = []
+        own = set(map(id, all_layers(self.model.add_loss.__self__)))
+        added: list[Tensor] = []
 
-        def add(original: Any, layer: KerasLayer, losses: Any) -> Any:
+        def add(original: Function, layer: KerasLayer, losses: Loss) -> Tensor:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
                 added.extend(tf.nest.flatten(losses))
             return original(layer, losses)
 
-        def read(original: Any, layer: KerasLayer) -> Any:
+        def read(original: Function, layer: KerasLayer) -> Tensor:
             losses = original(layer)
             if losses and self.forward is not None and id(layer) in own:
                 warn(
@@ -134,16 +155,19 @@ class Forward:
 def stack(terms: Sequence[LossTerm], row_weight: Scalar) -> tf.Tensor:
     """Returns the sums of the terms, then their weights, as one vector to add over shards."""
     parts = [term.sum for term in terms] + [term.weight for term in terms]
-    dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
-    stats = tf.stack([tf.cast(part, dtype) for part in parts]) if parts else tf.zeros([0])
-    return stats if row_weight is None else stats * tf.cast(row_weight, dtype)
+    if not parts:
+        return tf.zeros([0])
+    dtype = widest(parts)
+    stats = tf.stack(cast_all(parts, dtype))
+    if row_weight is None:
+        return stats
+    return stats * tf.cast(row_weight, dtype)
 
 
-def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Any]) -> None:
+def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Tensor]) -> None:
     """Checks that no weight depends on trained variables: only sums are differentiated."""
-    weights = [terms[number].weight for number in layout.measured]
-    dependent = tf.gradients(weights, list(values)) if weights and values else []
-    if any(gradient is not None for gradient in dependent):
+    weights = [term.weight for term in pick(terms, layout.measured)]
+    if weights and values and present(tf.gradients(weights, list(values))):
         raise LossError(
             "What the loss is divided by depends on trained variables, and a step differentiates "
             "the sum alone.",
@@ -155,7 +179,7 @@ def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[An
         )
 
 
-def penalty_of(variable: KerasVariable, assigned: Any = None) -> tuple[Any, Any] | None:
+def penalty_of(variable: KerasVariable, assigned: Tensor = None) -> tuple[Tensor, Tensor] | None:
     """Returns the penalty of a variable, a float32 scalar, and its gradient; None without one.
 
     Args:
@@ -165,12 +189,14 @@ def penalty_of(variable: KerasVariable, assigned: Any = None) -> tuple[Any, Any]
     regularizer = getattr(variable, "regularizer", None)
     if regularizer is None:
         return None
-    value = tf.convert_to_tensor(variable.value if assigned is None else assigned)
+    if assigned is None:
+        assigned = variable.value
+    value = tf.convert_to_tensor(assigned)
     with tf.GradientTape() as tape:
         tape.watch(value)
         penalty = tf.cast(tf.reduce_sum(regularizer(value)), tf.float32)
     gradient = tape.gradient(penalty, value)
-    if others := [read.name for read in tape.watched_variables()]:
+    if others := names_of(tape.watched_variables()):
         raise LossError(
             "A regularizer gets the value of its own variable, and this one reads others, whose "
             "gradient would be lost.",
@@ -180,10 +206,10 @@ def penalty_of(variable: KerasVariable, assigned: Any = None) -> tuple[Any, Any]
     return penalty, gradient
 
 
-def _check_variables(variables: Any, model: KerasModel) -> tuple[Any, ...]:
+def _check_variables(variables: KerasVariable, model: KerasModel) -> tuple[KerasVariable, ...]:
     """Returns the variables to train, each once."""
-    chosen = {id(variable): variable for variable in variables}
-    strange = [v for key, v in chosen.items() if key not in {id(own) for own in model.variables}]
+    chosen, known = by_id(variables), by_id(model.variables)
+    strange = [variable for key, variable in chosen.items() if key not in known]
     if strange or not chosen:
         raise ValueError(
             "variables must hold variables of the model that the step is made for. Received: "
@@ -204,9 +230,9 @@ def _term_of_output(output: Output) -> LossTerm:
     return dataclasses.replace(term, name=output.name, factor=output.factor)
 
 
-def _term_of_added(value: Any, rows: Any) -> LossTerm:
+def _term_of_added(value: Tensor, rows: Scalar) -> LossTerm:
     """What a layer adds is a mean over its rows; what has an axis of rows is summed over them."""
-    value = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
+    value = tf.cast(value, widest([value]))
     if value.shape.rank and value.shape[0] is None:
         total = tf.reduce_sum(value)
         return LossTerm(total, tf.ones_like(total), fixed=True, added=True)
@@ -214,7 +240,7 @@ def _term_of_added(value: Any, rows: Any) -> LossTerm:
     return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)
 
 
-def _term_of_forward(result: Any) -> LossTerm:
+def _term_of_forward(result: Nested) -> LossTerm:
     if not isinstance(result, LossSum) or tf.convert_to_tensor(result.sum).shape.rank != 0:
         raise LossError(
             "forward returns a sum over its rows and the weight that divides it, so that replicas "
@@ -225,6 +251,5 @@ def _term_of_forward(result: Any) -> LossTerm:
             "model.",
         )
     # Half precision cannot count many rows.
-    wide = tf.float64 if tf.convert_to_tensor(result.sum).dtype == tf.float64 else tf.float32
-    total, weight = (tf.cast(part, wide) for part in result)
+    total, weight = cast_all(result, widest([tf.convert_to_tensor(result.sum)]))
     return LossTerm(total, weight, fixed=is_fixed(result))

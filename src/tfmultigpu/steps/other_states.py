@@ -11,12 +11,14 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.lists import by_id, names_of, present
+from tfmultigpu.types import Array, Graph, Operation, Tensor, Untyped
 
 # What TensorFlow calls stateful, and what changes no result: reads of resources, checks, texts and
 # summaries for people, copies between devices, and what is made and used within one step.
@@ -34,9 +36,9 @@ _READS_VARIABLE = (
     *("VarIsInitializedOp", "VariableShape"),
 )
 _SEEDS = {"seed", "seed2"}
-Handle: TypeAlias = Any  # A tensor of dtype resource outside of graphs.
-_Graph: TypeAlias = Any  # A graph of a trace, which TensorFlow calls a FuncGraph.
-_Node: TypeAlias = Any  # A NodeDef: an operation by its name, type, inputs and attributes.
+Handle: TypeAlias = Tensor  # A tensor of dtype resource outside of graphs.
+_Graph: TypeAlias = Graph  # A graph of a trace, which TensorFlow calls a FuncGraph.
+_Node: TypeAlias = Operation  # A NodeDef: an operation by its name, type, inputs and attributes.
 Kind: TypeAlias = Literal["table", "python", "draws", "other", "variable"]
 _Key: TypeAlias = tuple[Kind, int]  # With the ``id`` of the handle.
 
@@ -58,6 +60,11 @@ class OtherState:
     operation: str
     handle: Handle = None
     dtypes: tuple[tf.DType, tf.DType] | None = None
+
+    @property
+    def key(self) -> _Key:
+        """What another state that is the same has in common with it."""
+        return self.kind, id(self.handle)
 
     def read(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the keys and the values of a table."""
@@ -97,7 +104,7 @@ class Touched:
         found: dict[int, tf.Variable] = {}
         for graph in self._graphs:
             with suppress(AssertionError):  # Nobody has one of them any more.
-                found.update({id(variable): variable for variable in graph.variables})
+                found.update(by_id(graph.variables))
         return list(found.values())
 
     @contextmanager
@@ -110,9 +117,9 @@ class Touched:
         search = _Search(graph)
         for operation in graph.get_operations()[before:]:
             if operation.op_def.is_stateful:
-                search.add(operation.node_def, [search.outside(t) for t in operation.inputs])
-        known = {(state.kind, id(state.handle)) for state in self.states}
-        self.states += [s for s in search.found() if (s.kind, id(s.handle)) not in known]
+                search.add(operation.node_def, list(map(search.outside, operation.inputs)))
+        known = {state.key for state in self.states}
+        self.states += [state for state in search.found() if state.key not in known]
         self._graphs.add(graph)  # Which knows its variables once it is complete.
 
 
@@ -121,7 +128,7 @@ class _Search:
 
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph
-        self._functions: Mapping[str, Any] | None = None
+        self._functions: Mapping[str, Untyped] | None = None
         self._captures: dict[_Graph, dict[int, tf.Tensor]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._states: dict[_Key, OtherState] = {}
@@ -140,7 +147,7 @@ class _Search:
         remembered = [state for (_, key), state in self._assigned.items() if key in self._read]
         return states + remembered
 
-    def outside(self, tensor: Any) -> Handle:
+    def outside(self, tensor: Tensor) -> Handle:
         """Returns the resource from outside of all graphs that a tensor is; None for another."""
         if tensor.dtype != tf.resource:
             return None
@@ -173,11 +180,9 @@ class _Search:
             return
 
         # A resource without one here is made in the step, and ends with it.
-        handles = [handle for handle in handles if handle is not None]
-        takes_resource = any(kind == tf.resource for kind in _compat.types_of_inputs(node.op))
-        if takes_resource and not handles:
+        handle = next(iter(present(handles)), None)
+        if handle is None and tf.resource in _compat.types_of_inputs(node.op):
             return
-        handle = handles[0] if handles else None
         if handle is not None and _compat.is_variable_handle(handle):
             if _COLLECTIVE.match(node.op):
                 return
@@ -202,7 +207,7 @@ class _Search:
 
     def _add_function(self, name: str, handles: list[Handle], within: str) -> None:
         # Replicas call a function with their own resources.
-        key = name, tuple([id(handle) for handle in handles])
+        key = name, tuple(map(id, handles))
         if key in self._seen:
             return
         self._seen.add(key)
@@ -212,22 +217,24 @@ class _Search:
         function = self._functions[name]
 
         # A call has the arguments of its function last, such as a branch those behind the choice.
-        names = [argument.name for argument in function.signature.input_arg]
+        names = names_of(function.signature.input_arg)
         resources = dict(zip(reversed(names), reversed(handles), strict=False))
         for node in function.node_def:
-            inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
-            given = [resources.get(name) for name in inputs]
+            given: list[Handle] = []
+            for name in node.input:
+                if not name.startswith("^"):  # An operation that it only waits for.
+                    given.append(resources.get(name.partition(":")[0]))
             if node.op == "Identity":
                 resources[node.name] = given[0]
             elif _compat.is_stateful(node.op):
                 self.add(node, given, within)
 
 
-def _functions_in(attribute: Any) -> list[str]:
+def _functions_in(attribute: Operation) -> list[str]:
     """Returns the names of the functions in an attribute of an operation."""
     if attribute.WhichOneof("value") == "func":
         return [attribute.func.name]
-    return [function.name for function in attribute.list.func]
+    return names_of(attribute.list.func)
 
 
 def _kind_of(node: _Node) -> Kind | None:
@@ -238,13 +245,17 @@ def _kind_of(node: _Node) -> Kind | None:
         return "table"
     if _CHANGES_NOTHING.fullmatch(node.op):
         return None
-    return "draws" if set(node.attr) >= _SEEDS else "other"
+    if set(node.attr) >= _SEEDS:
+        return "draws"
+    return "other"
 
 
 def read_table(handle: Handle, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the keys and the values of a table."""
     with tf.device(handle.device):
-        pair: Any = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=key, Tvalues=value)
+        pair: Untyped = tf.raw_ops.LookupTableExportV2(
+            table_handle=handle, Tkeys=key, Tvalues=value
+        )
     # A table with room for deleted keys gives its own memory, which it goes on writing to.
     return tf.constant(np.array(pair.keys.numpy())), tf.constant(np.array(pair.values.numpy()))
 
@@ -255,12 +266,12 @@ def write_table(handle: Handle, keys: tf.Tensor, values: tf.Tensor) -> None:
         tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values)
 
 
-def in_order(keys: tf.Tensor, values: tf.Tensor) -> list[np.ndarray[Any, Any]]:
+def in_order(keys: tf.Tensor, values: tf.Tensor) -> list[Array]:
     """Returns the keys of a table in order, once each, and their values; texts as numbers."""
     numbers = []
     for tensor in (keys, values):
-        is_text = tensor.dtype == tf.string
-        number = tf.strings.to_hash_bucket_fast(tensor, 2**53) if is_text else tensor
-        numbers.append(number.numpy())
+        if tensor.dtype == tf.string:
+            tensor = tf.strings.to_hash_bucket_fast(tensor, 2**53)
+        numbers.append(tensor.numpy())
     _, places = np.unique(numbers[0], axis=0, return_index=True)
     return [number[places] for number in numbers]

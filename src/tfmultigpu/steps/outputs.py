@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,41 +13,54 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
+from tfmultigpu.lists import present
 from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
-from tfmultigpu.types import BatchSpec, KerasModel
+from tfmultigpu.types import (
+    BatchSpec,
+    KerasMetric,
+    KerasModel,
+    Loss,
+    Metrics,
+    Nested,
+    Options,
+    Tensor,
+    Untyped,
+)
 
 
 class Output(NamedTuple):
     """Output of a model, with its loss, labels and weights."""
 
     name: str | None  # None if the model has a single output.
-    y_true: Any
-    y_pred: Any
-    sample_weight: Any
-    loss: Any  # A Keras loss, or None for an output without one.
+    y_true: Nested
+    y_pred: Nested
+    sample_weight: Tensor
+    loss: Loss  # A Keras loss, or None for an output without one.
     factor: float = 1.0  # The loss weight.
 
 
 def match_outputs(
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    losses: Any,
-    loss_weights: Any = None,
+    y_true: Nested,
+    y_pred: Nested,
+    sample_weight: Nested,
+    losses: Loss,
+    loss_weights: Nested = None,
     names: Sequence[str] | None = None,
 ) -> list[Output]:
     """Pairs each output of a model with its loss, labels, weight and loss weight."""
-    keys: list[Any] = [None]
+    keys: list[object] = [None]
     predicted = [y_pred]
     if isinstance(y_pred, Mapping):
         keys = sorted(y_pred, key=str)  # As Keras orders them, for what is given as a list.
-        predicted = [y_pred[key] for key in keys]
+        predicted = list(map(y_pred.get, keys))
     elif isinstance(y_pred, (list, tuple)):
-        named = names is not None and len(names) == len(y_pred)
-        keys = list(names or ()) if named else [f"output_{i}" for i in range(len(y_pred))]
+        keys = [f"output_{i}" for i in range(len(y_pred))]
+        if names is not None and len(names) == len(y_pred):
+            keys = list(names)
         predicted = list(y_pred)
-    factors = [1.0 if f is None else f for f in _spread(loss_weights, keys, "loss_weights")]
+    factors = _spread(loss_weights, keys, "loss_weights")
+    factors = [1.0 if factor is None else factor for factor in factors]
     if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise LossError(
             "loss_weights are numbers, which a step takes in once.",
@@ -66,12 +79,14 @@ def match_outputs(
     return [Output(*row) for row in zip(*columns, strict=True)]
 
 
-def _spread(value: Any, keys: Sequence[Any], what: str, *, shared: bool = True) -> list[Any]:
+def _spread(
+    value: Nested, keys: Sequence[object], what: str, *, shared: bool = True
+) -> list[Nested]:
     """Returns what belongs to each output; the only output without a name is called None."""
     if isinstance(value, Mapping) and keys == [None]:
         value = list(value.values())
     if isinstance(value, Mapping) and not set(value) - set(keys):
-        return [value.get(key) for key in keys]
+        return list(map(value.get, keys))
     if isinstance(value, (list, tuple)) and len(value) == len(keys):
         return list(value)
     several = isinstance(value, (Mapping, list, tuple))
@@ -93,7 +108,7 @@ class StepMetrics:
         all: All of them.
     """
 
-    def __init__(self, plain: Any, forward: Any, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, plain: Metrics, forward: Untyped, strategy: tf.distribute.Strategy) -> None:
         """Use it for metrics: a sequence, or a dict or list by output; and the forward pass."""
         if forward.forward is not None and tf.nest.flatten(plain):
             raise LossError(
@@ -105,23 +120,21 @@ class StepMetrics:
         weighted = forward.objective.weighted_metrics
         self._plain, self._weighted, self._strategy = plain, weighted, strategy
         metrics = tf.nest.flatten([plain, weighted])
-        self.all = tuple(metric for metric in metrics if metric is not None)
+        self.all = tuple(present(metrics))
         for metric in self.all:
             _check(metric, strategy)
 
     def build(self, model: KerasModel, batch_spec: BatchSpec) -> None:
         """Creates, in the scope, the variables of metrics that wait for shapes (``F1Score``)."""
-        if not any(_compat.waits_for_shapes(metric) for metric in self.all):
+        if not any(map(_compat.waits_for_shapes, self.all)):
             return
         x, y_true, weight = unpack_batch(batch_spec)
         names = getattr(model, "output_names", None)
         outputs = match_outputs(y_true, call_on_shapes(model, x), weight, None, names=names)
         for metric, output, _ in self._matched(outputs):
             if _compat.waits_for_shapes(metric):
-                specs = output.y_true, output.y_pred
-                zeros = [tf.zeros([size or 1 for size in s.shape], s.dtype) for s in specs]
                 with self._strategy.scope():
-                    metric.update_state(*zeros)
+                    metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
                     metric.reset_state()
 
     def update(self, outputs: Sequence[Output]) -> None:
@@ -129,7 +142,7 @@ class StepMetrics:
         for metric, output, weights in self._matched(outputs):
             metric.update_state(output.y_true, output.y_pred, **weights)
 
-    def _matched(self, outputs: Sequence[Output]) -> list[tuple[Any, Output, dict[str, Any]]]:
+    def _matched(self, outputs: Sequence[Output]) -> list[tuple[KerasMetric, Output, Options]]:
         """Pairs metrics with their outputs, and with their sample weights if they are weighted."""
         matched = []
         for metrics, is_weighted in ((self._plain, False), (self._weighted, True)):
@@ -139,13 +152,19 @@ class StepMetrics:
             keys = [output.name for output in outputs]
             each = _spread([metrics] if single else metrics, keys, "metrics", shared=False)
             for own, output in zip(each, outputs, strict=True):
-                weights = {"sample_weight": output.sample_weight} if is_weighted else {}
-                for metric in own if isinstance(own, (list, tuple)) else [own]:
-                    matched += [] if metric is None else [(metric, output, weights)]
+                weights = {}
+                if is_weighted:
+                    weights["sample_weight"] = output.sample_weight
+                for metric in present(tf.nest.flatten(own)):
+                    matched.append((metric, output, weights))
         return matched
 
 
-def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
+def _zeros(spec: BatchSpec) -> tf.Tensor:
+    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
+
+
+def _check(metric: KerasMetric, strategy: tf.distribute.Strategy) -> None:
     refuse_legacy_keras(metric)
     takes_labels = isinstance(metric, keras.metrics.Metric)
     try:

@@ -40,7 +40,7 @@ from tfmultigpu.steps.trace import check_gradients, noting_effects
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import as_tensor, is_list, joined, row_list, unique
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasVariable, Scalar, Shard
+from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
 
 
 class Training(OfReplicas, Protocol):
@@ -123,7 +123,7 @@ def train_replica(
             step.step_metrics.update(outputs)
 
     trace.note(layout, gradients, deferred.variables)
-    after = tuple(tf.identity(deferred.current(variable)) for variable in trace.state)
+    after = deferred.values_of(trace.state)
     with tf.control_dependencies([*effects, *after]):  # All checks have passed.
         stats = tf.identity(stack(terms, rows.weight))
     return Pass(gradients, stats, after)
@@ -201,6 +201,28 @@ class _Trained:
     penalty: Scalar = None
     gradient: Any = None
 
+    def penalize(self, gradient: Tensor) -> None:
+        """Takes the gradient of the regularizer; None if the penalty has none."""
+        if gradient is not None:
+            self.penalty = _dense(gradient, self.variable.shape)
+
+    def correct(self, corrections: Sequence[Scalar]) -> None:
+        """Makes the gradient: the penalty, and the sum of each target, corrected."""
+        total = self.penalty
+        for target, gradient_sum in self.sums:
+            part = tf.identity(gradient_sum)
+            if (correction := corrections[target]) is not None:
+                part = scaled(part, correction)
+            if total is None:
+                total = part
+            elif is_list(part):
+                total = joined([total, part])
+            else:
+                total += part
+        if is_list(total):
+            total = unique(total)
+        self.gradient = total
+
 
 def divide(
     step: Training,
@@ -256,13 +278,13 @@ def _divide_here(
     with tf.control_dependencies(layout.check(weights, total)):
         total = tf.identity(total)
 
-    trained = [_Trained(variable) for variable in step.variables]
+    trained: list[_Trained] = []
+    for variable, value in zip(step.variables, assigned, strict=True):
+        trained.append(_Trained(variable, assigned=value))
     for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
         trained[number].sums.append((target, gradient_sum))
-    for each, value in zip(trained, assigned, strict=True):
-        each.assigned = value
-        if any(is_list(gradient_sum) for _, gradient_sum in each.sums):
-            _settle_lists(step, each)
+    for each in trained:
+        _settle_lists(step, each)
 
     # Regularise, once. The penalties of variables that are not trained here are in the loss too.
     penalty = _regularize(step, trained)
@@ -270,11 +292,12 @@ def _divide_here(
     # Divide. What the loss was multiplied by is taken out as well.
     corrections = layout.corrections(trace.targets, weights, total)
     if factor is not None:
-        wide = [1.0 if each is None else tf.cast(each, tf.float32) for each in corrections]
-        corrections = [each / factor for each in wide]
+        for target, correction in enumerate(corrections):
+            wide = 1.0 if correction is None else tf.cast(correction, tf.float32)
+            corrections[target] = wide / factor
     for each in trained:
         with step.update.at(each.variable):
-            each.gradient = _total(each, corrections)
+            each.correct(corrections)
     check_gradients([each.variable for each in trained], [each.gradient for each in trained])
 
     # Features see the gradient of the global batch, and decide about the update.
@@ -300,9 +323,9 @@ def _divide_here(
 def _settle_lists(step: Training, trained: _Trained) -> None:
     """Makes the lists of a table dense, if something needs all of its rows before the update."""
     variable = trained.variable
-    all_lists = all(is_list(gradient_sum) for _, gradient_sum in trained.sums)
+    lists = [is_list(gradient_sum) for _, gradient_sum in trained.sums]
     is_alone = trained.assigned is None and getattr(variable, "regularizer", None) is None
-    if all_lists and is_alone and keeps_lists(step.features):
+    if not any(lists) or (all(lists) and is_alone and keeps_lists(step.features)):
         return
     with step.update.at(variable):
         for place, (target, gradient_sum) in enumerate(trained.sums):
@@ -338,23 +361,9 @@ def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
         with step.update.at(variable):
             if (found := penalty_of(variable, each.assigned)) is not None:
                 penalty, gradient = found
-                each.penalty = None if gradient is None else _dense(gradient, variable.shape)
+                each.penalize(gradient)
                 total += penalty
     return total
-
-
-def _total(trained: _Trained, corrections: Sequence[Any]) -> Any:
-    """Returns the gradient of a variable: its penalty, and the sum of each target, corrected."""
-    gradient = trained.penalty
-    for target, gradient_sum in trained.sums:
-        part = tf.identity(gradient_sum)
-        if (correction := corrections[target]) is not None:
-            part = scaled(part, correction)
-        if gradient is None:
-            gradient = part
-        else:
-            gradient = joined([gradient, part]) if is_list(part) else gradient + part
-    return unique(gradient) if is_list(gradient) else gradient
 
 
 # Assignments --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasModel, Scalar, Shard
+from tfmultigpu.types import KerasMetric, KerasModel, Nested, Scalar, Shard, Tensor
 
 
 class PredictStep(ModelStep):
@@ -38,7 +38,7 @@ class PredictStep(ModelStep):
     """
 
     names: tuple[str, ...] = ()
-    metrics: tuple[Any, ...] = ()
+    metrics: tuple[KerasMetric, ...] = ()
 
     def __init__(
         self, model: KerasModel, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()
@@ -66,13 +66,13 @@ class PredictStep(ModelStep):
         check_values_alike(self.strategy, self.model)
         return False
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[Any, Tallies]:
+    def compute(self, shards: Shards, trace: Trace) -> tuple[Tensor, Tallies]:
         """Predicts one global batch, and returns no tallies; traced."""
         return self.look(shards, trace), {}
 
-    def look(self, shards: Shards, trace: Trace) -> Any:
+    def look(self, shards: Shards, trace: Trace) -> Nested:
         """Predicts one global batch; traced."""
-        parts: list[Any] = for_all_replicas(self, self._replica)(shards, trace)
+        parts: list[Tensor] = for_all_replicas(self, self._replica)(shards, trace)
         joined = join_rows(self.strategy, parts)
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
@@ -80,18 +80,20 @@ class PredictStep(ModelStep):
         # A small batch went to every replica whole: the first copy is the batch.
         copies = tf.where(shards.rows[0].total < replicas, tf.constant(replicas, tf.int64), 1)
 
-        def first_copy(rows: Any) -> Any:
-            return None if rows is None else slice_rows(rows, 0, count_rows(rows) // copies)
+        def first_copy(rows: Scalar) -> Tensor:
+            if rows is None:
+                return None
+            return slice_rows(rows, 0, count_rows(rows) // copies)
 
         return tf.nest.map_structure(first_copy, joined)
 
-    def _replica(self, shard: Shard, rows: Rows, *_: Any, trace: Trace) -> Any:
+    def _replica(self, shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
         # A metric in a layer counts the rows of a small batch once, not once per copy.
         tracing = tracing_model(self, rows)
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             outputs = self.model(unpack_batch(shard)[0], training=False)
         variables = deferred.variables
-        assign(variables, [deferred.current(variable) for variable in variables], [])
+        assign(variables, list(map(deferred.current, variables)), [])
         return outputs
 
     def run_model(self, shard: Shard) -> None:
@@ -105,11 +107,11 @@ class PredictStep(ModelStep):
         return twin.bind(known=self.features)
 
 
-def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
+def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Nested]) -> Tensor:
     """Returns the rows of all replicas in order, from the parts of this process."""
     replicas = strategy.num_replicas_in_sync
 
-    def join(*parts: Scalar) -> Any:
+    def join(*parts: Scalar) -> Nested:
         if parts[0] is None or replicas == 1:
             return parts[0]
         if parts[0].shape.rank == 0:

@@ -46,7 +46,7 @@ class Retraces:
         """Notes a trace, with all that it takes in by name."""
         before = facts if self._last is None else self._last
         self._changes = {}
-        for name in [*before, *(name for name in facts if name not in before)]:
+        for name in {**before, **facts}:
             old, new = before.get(name), facts.get(name)
             if old != new:
                 self._changes[name] = old, new
@@ -101,5 +101,10 @@ def _in_words(name: str, old: object, new: object) -> str:
         gone = [one for one in old if one not in new]
         added = [one for one in new if one not in old]
         return f"{name}, without {gone[:3]}, with {added[:3]}"
-    old, new = (f"{one:.6g}" if isinstance(one, float) else one for one in (old, new))
-    return f"{name} from {old} to {new}"
+    return f"{name} from {_shown(old)} to {_shown(new)}"
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value

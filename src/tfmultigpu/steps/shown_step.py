@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tfmultigpu.lists import names_of, present
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import ModelStep
@@ -47,12 +48,14 @@ def shown_loss(forward: Forward) -> str:
     """Returns the name of the loss, or the names of several."""
     if forward.forward is not None:
         return getattr(forward.forward, "__name__", type(forward.forward).__name__)
-    losses = [loss for loss in tf.nest.flatten(forward.objective.loss) if loss is not None]
-    return " + ".join(loss.name for loss in losses) or "no loss"
+    losses = present(tf.nest.flatten(forward.objective.loss))
+    return " + ".join(names_of(losses)) or "no loss"
 
 
 def shown_options(options: Mapping[str, object]) -> list[str]:
     """Returns the options of a train step that are not the default."""
-    return [
-        f"{name}={options[name]!r}" for name in _OPTIONS if options.get(name) != _DEFAULTS.get(name)
-    ]
+    shown: list[str] = []
+    for name in _OPTIONS:
+        if options.get(name) != _DEFAULTS.get(name):
+            shown.append(f"{name}={options[name]!r}")
+    return shown

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import tensorflow as tf
 
+from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.values import Call
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Data, Nested, Shard, Untyped
 
 
 class Step:
@@ -20,7 +21,7 @@ class Step:
     runner: Runner
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, batch: Shard, *more: Any) -> Any:
+    def __call__(self, batch: Shard, *more: object) -> Nested:
         """Computes one batch: an element of a distributed dataset, or a whole global batch.
 
         Raises:
@@ -43,10 +44,12 @@ class ModelStep(Step):
     features: tuple[Feature, ...]
 
     @property
-    def verification(self) -> Any:
+    def verification(self) -> Untyped:
         """The comparison of the last verified step with one device; None before the first."""
-        found = [each.verification for each in self.features if each.verification is not None]
-        return found[0] if found else None
+        for feature in self.features:
+            if feature.verification is not None:
+                return feature.verification
+        return None
 
     @contextmanager
     def around_trace(self) -> Iterator[None]:
@@ -64,13 +67,12 @@ class ModelStep(Step):
 
     def features_on_one_device(self) -> list[Feature]:
         """Returns what takes the place of the features in the same step on one device."""
-        others = [feature.on_one_device() for feature in self.features]
-        return [feature for feature in others if feature is not None]
+        return present(feature.on_one_device() for feature in self.features)
 
     def bind(self, known: Sequence[Feature] = ()) -> Self:
         """Gives itself to its features, but not to those that are ``known`` to have a step."""
         for feature in self.features:
-            if all(feature is not each for each in known):
+            if id(feature) not in map(id, known):
                 # Features of train steps alone ask for an optimizer.
                 feature.bind(cast(BoundStep, self))
         return self
@@ -82,7 +84,7 @@ class Looped:
     runner: Runner
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+    def run(self, iterator: Data, steps: int) -> dict[str, Nested]:
         """Computes up to ``steps`` batches in one call, which saves the cost of calls.
 
         Args:

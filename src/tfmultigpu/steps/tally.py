@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
 from tfmultigpu.accumulation.shown import shown
-from tfmultigpu.types import Scalar
+from tfmultigpu.data.batch_format import cast_all
+from tfmultigpu.lists import pick
+from tfmultigpu.types import Scalar, Tensor
 
 
 class Numbers(NamedTuple):
@@ -27,20 +29,20 @@ class Numbers(NamedTuple):
         means_of_rows: For each term the mean of each step times the rows of that step.
     """
 
-    steps: Any
-    rows: Any
+    steps: Scalar
+    rows: Scalar
     skipped: Scalar
-    sums: Sequence[Any]
-    weights: Sequence[Any]
-    means_of_rows: Sequence[Any]
+    sums: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    means_of_rows: Sequence[Scalar]
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Numbers:
+    def of(cls, values: Sequence[Tensor]) -> Numbers:
         """Names the entries of ``Tally.sums``."""
         steps, rows, skipped, *of_terms = values
         count = len(of_terms) // 3
-        parts = (of_terms[first : first + count] for first in (0, count, 2 * count))
-        return cls(steps, rows, skipped, *parts)
+        sums, weights = of_terms[:count], of_terms[count : 2 * count]
+        return cls(steps, rows, skipped, sums, weights, of_terms[2 * count :])
 
     @staticmethod
     def length(terms: int) -> int:
@@ -75,7 +77,7 @@ class Layout:
         """Numbers of the terms whose divisor is known only after the addition."""
         return [i for i, t in enumerate(self.own) if t.per_row is None and not t.fixed]
 
-    def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
+    def targets(self, terms: Sequence[LossTerm], rows: Scalar, *factors: Scalar) -> list[Scalar]:
         """Returns what is differentiated: a scalar for each divisor, first for all known ones.
 
         ::
@@ -92,34 +94,35 @@ class Layout:
             rows: The rows of the global batch, a float64 scalar.
             *factors: What every term is multiplied by, scalars; None for 1.
         """
-        known: list[Any] = []
-        measured: list[Any] = []
+        known: list[Tensor] = []
+        measured: list[Tensor] = []
         for number, term in enumerate(terms):
             divisor = 1.0 if term.fixed else rows * (term.per_row or 1.0)
             product = tf.cast(term.factor / divisor, term.sum.dtype)
             for factor in factors:
                 if factor is not None:
                     product = product * tf.cast(factor, product.dtype)
-            late = number in self.measured
-            (measured if late else known).append(term.sum * product)
+            if number in self.measured:
+                measured.append(term.sum * product)
+            else:
+                known.append(term.sum * product)
         if len(known) > 1:
-            is_wide = any(target.dtype == tf.float64 for target in known)
-            wide = tf.float64 if is_wide else tf.float32
-            known = [tf.add_n([tf.cast(target, wide) for target in known])]
+            known = [tf.add_n(cast_all(known, widest(known)))]
         return [*known, *measured]
 
-    def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
+    def corrections(self, targets: int, weights: Sequence[Tensor], rows: Scalar) -> list[Scalar]:
         """Returns what the added gradients of each target are multiplied by; None for 1."""
-        late = [weights[number] for number in self.measured]
-        factors = [tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for weight in late]
-        return [None] * (targets - len(factors)) + factors
+        factors: list[Scalar] = [None] * (targets - len(self.measured))
+        for weight in pick(weights, self.measured):
+            factors.append(tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight))
+        return factors
 
-    def unstack(self, stats: Any) -> tuple[list[Any], list[Any]]:
+    def unstack(self, stats: Tensor) -> tuple[list[Scalar], list[Scalar]]:
         """Returns the sums and the weights of the own terms, which are added as one vector."""
         values = tf.unstack(stats, num=2 * len(self.own))
         return values[: len(self.own)], values[len(self.own) :]
 
-    def means(self, numbers: Numbers, *, by_rows: bool = False) -> dict[str, Any]:
+    def means(self, numbers: Numbers, *, by_rows: bool = False) -> dict[str, Scalar]:
         """Divides the sums of a tally: each by its own weight.
 
         ``by_rows`` divides losses as Keras divides the losses of an epoch: by the rows, after each
@@ -129,8 +132,8 @@ class Layout:
         if by_rows:
             sums, divisors = numbers.means_of_rows, [numbers.rows] * len(self.terms)
 
-        losses: list[Any] = []
-        named: dict[str, Any] = {}
+        losses: list[Tensor] = []
+        named: dict[str, Tensor] = {}
         columns = self.terms, sums, divisors, numbers.weights
         for term, total, divisor, weight in zip(*columns, strict=True):
             mean = _divided(total, divisor)
@@ -139,21 +142,23 @@ class Layout:
                 named |= {f"{term.name}_loss": mean, f"{term.name}_weight": weight}
 
         first = self.terms[0]
-        is_single = first.name is None and not first.added
-        weight = numbers.weights[0] if is_single else numbers.rows
+        weight = numbers.rows
+        if first.name is None and not first.added:
+            weight = numbers.weights[0]
         return {"loss": functools.reduce(operator.add, losses), "weight": weight, **named}
 
-    def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
+    def check(self, weights: Sequence[Tensor], rows: Scalar) -> list[tf.Operation]:
         """Returns assertions that the weights are those that ``targets`` has divided by."""
-        return [
-            # tf.debugging.Assert would add two branches.
-            tf.raw_ops.Assert(
-                condition=abs(weight / tf.cast(rows * term.per_row, weight.dtype) - 1) < 1e-3,
-                data=[OTHER_ROWS.text, weight, rows],
-            )
-            for term, weight in zip(self.own, weights, strict=True)
-            if term.per_row is not None
-        ]
+        checks: list[tf.Operation] = []
+        for term, weight in zip(self.own, weights, strict=True):
+            if term.per_row is not None:
+                expected = tf.cast(rows * term.per_row, weight.dtype)
+                data = [OTHER_ROWS.text, weight, rows]
+                # tf.debugging.Assert would add two branches.
+                checks.append(
+                    tf.raw_ops.Assert(condition=abs(weight / expected - 1) < 1e-3, data=data)
+                )
+        return checks
 
 
 class Tally(NamedTuple):
@@ -167,8 +172,8 @@ class Tally(NamedTuple):
     """
 
     layout: Layout | None  # None after no step.
-    sums: Any
-    last: Any
+    sums: Tensor
+    last: Scalar
 
     @classmethod
     def empty(cls) -> Tally:
@@ -180,13 +185,13 @@ class Tally(NamedTuple):
     def of_step(
         cls,
         layout: Layout,
-        sums_of_losses: Sequence[Any],
-        weights: Sequence[Any],
+        sums_of_losses: Sequence[Scalar],
+        weights: Sequence[Tensor],
         penalty: Scalar,
-        rows: Any,
+        rows: Scalar,
         *,
         skipped: Scalar = 0.0,
-        last: Sequence[Any] = (0.0, 1.0),
+        last: Sequence[Scalar] = (0.0, 1.0),
     ) -> Tally:
         """Returns the tally of one step, from scalars of any float dtype.
 
@@ -199,8 +204,8 @@ class Tally(NamedTuple):
             skipped: Whether the update was skipped.
             last: The gradient norm and the loss scale.
         """
-        sums: list[Any] = []
-        divisors: list[Any] = []
+        sums: list[Tensor] = []
+        divisors: list[Scalar] = []
         one = tf.ones([], tf.float64)
         for term, total, weight in zip(layout.own, sums_of_losses, weights, strict=True):
             sums.append(tf.cast(total, tf.float64))
@@ -211,7 +216,7 @@ class Tally(NamedTuple):
         totals, divided_by = tf.stack(sums), tf.stack(divisors)
         means = tf.math.divide_no_nan(totals, divided_by)
         counters = tf.stack([one, rows, tf.cast(skipped, tf.float64)])
-        ends = tf.stack([tf.cast(value, tf.float64) for value in last])
+        ends = tf.stack(cast_all(last, tf.float64))
         return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), ends)
 
     def __repr__(self) -> str:
@@ -229,7 +234,7 @@ class Tally(NamedTuple):
         """Returns the tally of both; of the last step what ``other`` has."""
         return Tally(self.layout or other.layout, self.sums + other.sums, other.last)
 
-    def logs(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Tensor]:
         """Divides, once: each mean by its own weight."""
         assert self.layout is not None
         size = Numbers.length(len(self.layout.terms))
@@ -243,21 +248,31 @@ class Tally(NamedTuple):
         return {"steps": tf.cast(numbers.steps, tf.int64), **single}
 
 
+def widest(tensors: Iterable[Tensor]) -> tf.DType:
+    """Returns the dtype in which numbers of several dtypes are added: at least float32."""
+    if any(tensor.dtype == tf.float64 for tensor in tensors):
+        return tf.float64
+    return tf.float32
+
+
 Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.
 
 
 def add(tallies: Tallies, others: Tallies) -> Tallies:
     """Adds the tallies of several steps, each to the tally of the same name."""
-    return {name: tallies[name] + others[name] for name in others} if tallies else others
+    if not tallies:
+        return others
+    return {name: tallies[name] + others[name] for name in others}
 
 
-def logs_of(tallies: Tallies) -> dict[str, Any]:
+def logs_of(tallies: Tallies) -> dict[str, Tensor]:
     """Returns the logs of several steps, each behind its name; ``"steps"`` counts all."""
-    logs: dict[str, Any] = {}
+    logs: dict[str, Tensor] = {}
     for name, tally in tallies.items():
         own = tally.logs()
         steps = {"steps": own.pop("steps")}
-        own = {f"{name}_{key}" if name else key: value for key, value in own.items()}
+        if name:
+            own = {f"{name}_{key}": value for key, value in own.items()}
         if both := sorted(own.keys() & logs.keys()):
             raise ValueError(
                 "Two logs of a chain have one name, so one of them would be lost. Received: "
@@ -268,14 +283,16 @@ def logs_of(tallies: Tallies) -> dict[str, Any]:
     return logs
 
 
-def logs_of_step(tallies: Tallies) -> dict[str, Any]:
+def logs_of_step(tallies: Tallies) -> dict[str, Tensor]:
     """Returns the logs of one step on one batch, which need not say how many steps they are of."""
     logs = logs_of(tallies)
     del logs["steps"]
     return logs
 
 
-def _divided(total: Scalar, weight: Scalar) -> Any:
+def _divided(total: Scalar, weight: Scalar) -> Scalar:
     if tf.is_tensor(total):
         return tf.math.divide_no_nan(total, weight)
-    return total / weight if weight else 0.0
+    if not weight:
+        return 0.0
+    return total / weight

@@ -7,27 +7,27 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu.errors import LossError
-from tfmultigpu.types import KerasVariable
+from tfmultigpu.types import KerasVariable, Operation, Tensor
 
 
 @contextmanager
-def noting_effects() -> Iterator[list[Any]]:
+def noting_effects() -> Iterator[list[Operation]]:
     """Yields a list that has, at the end, the operations of the context that may fail or change."""
-    effects: list[Any] = []
+    effects: list[Operation] = []
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield effects
-    made = [op for op in graph.get_operations()[before:] if op.op_def.is_stateful]
-    effects += [op for op in made if op.type != "ReadVariableOp"]
+    for made in graph.get_operations()[before:]:
+        if made.op_def.is_stateful and made.type != "ReadVariableOp":
+            effects.append(made)
 
 
-def check_gradients(variables: list[KerasVariable], gradients: list[Any]) -> None:
+def check_gradients(variables: list[KerasVariable], gradients: list[Tensor]) -> None:
     """Tells which variables no gradient reaches; Python shows a warning once for a line."""
     without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
     if variables and len(without) == len(variables):
@@ -50,7 +50,7 @@ def check_gradients(variables: list[KerasVariable], gradients: list[Any]) -> Non
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user, as Python's ``skip_file_prefixes`` from version 3.12 on."""
     packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
-    prefixes = tuple(str(package) for package in packages)
+    prefixes = tuple(map(str, packages))
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(prefixes):
         frame, level = frame.f_back, level + 1

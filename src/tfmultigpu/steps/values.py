@@ -20,10 +20,18 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import cast_all, count_rows
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.tally import Layout, Tallies
-from tfmultigpu.types import KerasLayer, KerasVariable, Scalar
+from tfmultigpu.types import (
+    ConcreteFunction,
+    KerasLayer,
+    KerasVariable,
+    Nested,
+    Scalar,
+    Tensor,
+)
 
 
 class Rows(NamedTuple):
@@ -50,20 +58,26 @@ class Rows(NamedTuple):
         """Returns the place of one of ``parts`` micro-batches of these rows."""
         start, stop = partition.part_bounds(self.count, parts, number)
         once = partition.row_weight(self.count, parts)
-        weight = once if self.weight is None else self.weight * once
         copy = tf.where(self.count < parts, number, tf.zeros_like(number))
-        copy = copy if self.copy is None else self.copy + copy
-        return Rows(self.first + start, stop - start, self.total, weight, parts, copy)
+        if self.weight is not None:
+            once = self.weight * once
+        if self.copy is not None:
+            copy = self.copy + copy
+        return Rows(self.first + start, stop - start, self.total, once, parts, copy)
 
-    def share(self, replicas: int) -> Any:
+    def share(self, replicas: int) -> Scalar:
         """Returns the part of each replica, micro-batch and copy of a weight that is 1 in total."""
-        known = [tf.cast(n, tf.float64) for n in (self.weight, self.parts) if n is not None]
+        known = cast_all(present([self.weight, self.parts]), tf.float64)
         return 1.0 / math.prod(known, start=replicas)
 
-    def counts(self) -> Any:
+    def counts(self) -> Scalar:
         """Returns whether metrics count these rows, a bool or a bool scalar."""
-        known = 0 if self.copy is None else tf.get_static_value(self.copy)
-        return tf.equal(self.copy, 0) if known is None else bool(known == 0)
+        if self.copy is None:
+            return True
+        known = tf.get_static_value(self.copy)
+        if known is None:
+            return tf.equal(self.copy, 0)
+        return bool(known == 0)
 
 
 class Shards(NamedTuple):
@@ -77,14 +91,16 @@ class Shards(NamedTuple):
         total: The rows of the global batch, a float64 scalar.
     """
 
-    local: list[Any]
+    local: list[Nested]
     rows: list[Rows]
-    state: list[tuple[Any, ...]]
+    state: list[tuple[Tensor, ...]]
     factor: Scalar
     total: Scalar
 
     @classmethod
-    def of(cls, local: list[Any], offsets: Any, numbers: Sequence[int], replicas: int) -> Shards:
+    def of(
+        cls, local: list[Nested], offsets: Tensor, numbers: Sequence[int], replicas: int
+    ) -> Shards:
         """Returns the shards of the replicas ``numbers``; offsets as ``partition`` gives them."""
         with tf.device("CPU:0"):  # Shapes are decided there; nothing waits for a GPU.
             total = offsets[-1]
@@ -116,17 +132,16 @@ class Pass(NamedTuple):
         state: The new values of ``Trace.state``, in its order.
     """
 
-    gradients: tuple[tuple[Any, ...], ...]
-    stats: Any
-    state: tuple[Any, ...]
+    gradients: tuple[tuple[Tensor, ...], ...]
+    stats: Tensor
+    state: tuple[Tensor, ...]
 
     @property
-    def addends(self) -> list[Any]:
+    def addends(self) -> list[Tensor]:
         """What is added over micro-batches and replicas: the gradients that exist, then stats."""
-        existing = [each for each in tf.nest.flatten(self.gradients) if each is not None]
-        return [*existing, self.stats]
+        return [*present(tf.nest.flatten(self.gradients)), self.stats]
 
-    def with_addends(self, values: Sequence[Any]) -> Pass:
+    def with_addends(self, values: Sequence[Tensor]) -> Pass:
         """Returns the same with other tensors in place of ``addends``."""
         turn = iter(values)
         gradients = tf.nest.map_structure(
@@ -146,10 +161,10 @@ class Gradient(NamedTuple):
         variables: The Keras variables that they are for.
     """
 
-    tensors: tuple[Any, ...]
-    norm: Any
-    valid: Any = None
-    variables: tuple[Any, ...] = ()
+    tensors: tuple[Tensor, ...]
+    norm: Scalar
+    valid: Scalar = None
+    variables: tuple[KerasVariable, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -178,10 +193,10 @@ class Trace:
     places: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     targets: int = 0
     state: list[KerasVariable] = dataclasses.field(default_factory=list)
-    seeds: list[Any] = dataclasses.field(default_factory=list)
-    updated: tuple[Any, ...] = ()
+    seeds: list[KerasVariable] = dataclasses.field(default_factory=list)
+    updated: tuple[KerasVariable, ...] = ()
     why_each: str = ""
-    functions: list[Any] = dataclasses.field(default_factory=list)
+    functions: list[ConcreteFunction] = dataclasses.field(default_factory=list)
     counts_replicas: bool = False
     own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
     known: Trace | None = None
@@ -194,7 +209,7 @@ class Trace:
         self.state, self.seeds = known.state, known.seeds
 
     def note(
-        self, layout: Layout, gradients: Sequence[Sequence[Any]], state: Sequence[KerasVariable]
+        self, layout: Layout, gradients: Sequence[Sequence[Tensor]], state: Sequence[KerasVariable]
     ) -> None:
         """Notes what one replica found.
 
@@ -203,13 +218,14 @@ class Trace:
         """
         places: list[tuple[int, int]] = []
         for target, of_target in enumerate(gradients):
-            existing = [number for number, each in enumerate(of_target) if each is not None]
-            places += [(target, number) for number in existing]
+            for number, gradient in enumerate(of_target):
+                if gradient is not None:
+                    places.append((target, number))
         if self.layout is None:
             self.layout, self.places, self.state = layout, places, list(state)
             self.targets = len(gradients)
             return
-        known = {id(variable) for variable in self.state}
+        known = by_id(self.state)
         strange = [variable.path for variable in state if id(variable) not in known]
         if strange or places != self.places:
             raise TfMultiGpuError(

@@ -26,6 +26,10 @@ class ProcessState:
         self.cluster: Untyped = None
         self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
+    def note_joined(self, cluster: Untyped) -> None:
+        """Notes the cluster, which a process joins once."""
+        self.cluster = cluster
+
     def forget(self) -> None:
         """Begins anew, for tests: strategies that others still hold do not count."""
         self.cluster = None

@@ -38,7 +38,7 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
     Data,
-    Forward,
+    ForwardFunction,
     KerasCallback,
     KerasModel,
     LossScaling,
@@ -88,7 +88,7 @@ def fit(
     y: Data = None,
     *,
     x: Data = None,
-    forward: Forward | None = None,
+    forward: ForwardFunction | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
     micro_batches: int | Sequence[int] = 1,

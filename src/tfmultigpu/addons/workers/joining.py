@@ -76,7 +76,7 @@ def join(
             f"{error}",
         ) from error
     note_joined()
-    process_state.cluster = JoinedWorkers(cluster, ends)
+    process_state.note_joined(JoinedWorkers(cluster, ends))
     return strategy
 
 
@@ -88,15 +88,15 @@ def _as_tensorflow_holds_the_lock(seconds: float) -> Iterator[None]:
     ``faulthandler`` needs no lock, and replaces one that the user set. TensorFlow also replaces the
     handler of SIGTERM, unknown to Python, by one that only tells the other workers.
     """
-    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
-    get.restype = put.restype = ctypes.c_void_p
-    get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
-    before = {number: get(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    number, pointer = ctypes.c_int, ctypes.c_void_p
+    get = ctypes.PYFUNCTYPE(pointer, number)(("PyOS_getsig", ctypes.pythonapi))
+    put = ctypes.PYFUNCTYPE(pointer, number, pointer)(("PyOS_setsig", ctypes.pythonapi))
+    before = {signal.SIGTERM: get(signal.SIGTERM), signal.SIGINT: get(signal.SIGINT)}
     put(signal.SIGINT, int(signal.SIG_DFL))
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        for number, handler in before.items():
-            put(number, handler)
+        for sent, handler in before.items():
+            put(sent, handler)

@@ -16,21 +16,22 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import ScopeError
+from tfmultigpu.lists import pick
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
-from tfmultigpu.types import Scalar
+from tfmultigpu.types import Function, Nested, Options, Scalar, SeedGenerator, Tensor
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # What unit numbers are added to, and multiplied by, where a replica counts on.
@@ -55,14 +56,16 @@ class GlobalSeeds:
         used: The states of all generators that were drawn from, once traced.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, used: list[Any]) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, used: list[SeedGenerator]) -> None:
         self.generator = _compat.global_seeds()
         self.used = used
         self._strategy = strategy
 
-    def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
+    def next_of(
+        self, original: Function, generator: SeedGenerator, *args: object, **kwargs: object
+    ) -> Tensor:
         """Returns a seed from a generator, by ``original``, and notes that it was drawn from."""
-        if all(state is not generator.state for state in self.used):
+        if id(generator.state) not in map(id, self.used):
             if not self._is_on_replicas(generator):
                 raise ScopeError(
                     "A seed generator was created outside the scope of the strategy, so each "
@@ -76,20 +79,20 @@ class GlobalSeeds:
             self.used.append(generator.state)
         return original(generator, *args, **kwargs)
 
-    def on_replicas(self, original: Any) -> Any:
+    def on_replicas(self, original: Function) -> Nested:
         """Returns the generator, made by ``original`` if there is none, on all replicas."""
         if self.generator is None or not self._is_on_replicas(self.generator):
             with ThreadPoolExecutor(1) as pool:  # A thread without scopes.
                 self.generator = pool.submit(self._make, original).result()
         return self.generator
 
-    def _is_on_replicas(self, generator: Any) -> bool:
+    def _is_on_replicas(self, generator: SeedGenerator) -> bool:
         state = generator.state.value  # A tensor where it was assigned to already.
         if self._strategy.num_replicas_in_sync == 1 or not isinstance(state, tf.Variable):
             return True
         return bool(self._strategy.extended.variable_created_in_scope(state))
 
-    def _make(self, original: Any) -> Any:
+    def _make(self, original: Function) -> Nested:
         with self._strategy.scope():
             if self.generator is None:
                 return original()
@@ -100,7 +103,7 @@ class GlobalSeeds:
 
 @contextmanager
 def sharing_seeds(
-    strategy: tf.distribute.Strategy, used: list[Any] | None = None
+    strategy: tf.distribute.Strategy, used: list[SeedGenerator] | None = None
 ) -> Iterator[GlobalSeeds]:
     """Has draws without a seed, on this thread, draw from one generator of all replicas.
 
@@ -154,7 +157,7 @@ class Draws(Feature):
         if strategy.num_replicas_in_sync == 1 and rows.parts is None:
             yield
             return
-        wrappers: dict[str, Callable[..., Any]] = {
+        wrappers: dict[str, Function] = {
             "global_seed_generator": self.seeds.on_replicas,
             "next": self.seeds.next_of,
             "_moments": moments_of_replicas,
@@ -171,19 +174,21 @@ class Draws(Feature):
             yield
 
 
-def _place(rows: Rows, size: Any) -> tuple[Any, Any]:
+def _place(rows: Rows, size: Scalar) -> tuple[Scalar, Scalar]:
     """Returns where a first axis begins in the global batch's, and how long that is.
 
     Several entries belong to one row if the axis is a multiple of the rows. They are taken to
     follow each other, as in ``[rows * steps, ...]``.
     """
     with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
-        first, count, total = (tf.cast(number, tf.int32) for number in rows[:3])
-        times: Any = tf.where(size % count == 0, size // count, 0)
+        first, count, total = cast_all(rows[:3], tf.int32)
+        times: Scalar = tf.where(size % count == 0, size // count, 0)
         return first * times, tf.where(times > 0, total * times, size)
 
 
-def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _draw(
+    rows: Rows, counted: Scalar, original: Function, *args: object, **kwargs: object
+) -> Tensor:
     """Draws the rows of this replica, if the draw is by row and its parameters are not."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
@@ -195,9 +200,10 @@ def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) ->
     first, total = _place(rows, shape[0])
     if counted and options["alg"] in _AUTOMATIC and tf.as_dtype(options["dtype"]).is_floating:
         return _count_on(first, shape, options, counted)
-    parameters = [options[name] for name in options.keys() - {"shape", "seed"}]
-    if any(tf.is_tensor(p) and p.shape.rank and p.shape[0] is None for p in parameters):
-        return original(*call.args, **call.kwargs)
+    for name in options.keys() - {"shape", "seed"}:
+        parameter = options[name]
+        if tf.is_tensor(parameter) and parameter.shape.rank and parameter.shape[0] is None:
+            return original(*call.args, **call.kwargs)
     options["shape"] = tf.concat([[total], shape[1:]], 0)
     drawn = original(*call.args, **call.kwargs)
     begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
@@ -205,13 +211,13 @@ def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) ->
     return tf.ensure_shape(own, [None, *drawn.shape[1:]])
 
 
-def _count_on(first: Scalar, shape: Any, options: Any, names: tuple[str, str]) -> Any:
+def _count_on(first: Scalar, shape: Tensor, options: Options, names: tuple[str, str]) -> Scalar:
     """Draws uniform or normal numbers of the rows of this replica, and no others."""
     dtype = tf.as_dtype(options["dtype"])
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4
     # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
-    inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
+    inner: Scalar = math.prod(pick(shape, range(1, shape.shape[0])), start=tf.constant(1))
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=options["seed"])
     counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
     # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.

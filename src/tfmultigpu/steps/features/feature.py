@@ -7,12 +7,20 @@ users are given to ``make_train_step(..., features=[...])``. ``steps/phases.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from difflib import get_close_matches
 from typing import Any, Protocol
 
 from tfmultigpu.steps.values import Call, Gradient, Phase, Replica, Rows
-from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable
+from tfmultigpu.types import (
+    Context,
+    KerasMetric,
+    KerasModel,
+    KerasOptimizer,
+    KerasVariable,
+    Scalar,
+    Untyped,
+)
 
 # run(body, most, count, values): number, *values = body(number, *values) for 1 to count - 1.
 Loop = Callable[[Callable[..., Any], int, Any, Sequence[Any]], list[Any]]
@@ -30,14 +38,14 @@ class BoundStep(Protocol):
         features: All its features, in their order.
     """
 
-    strategy: Any
+    strategy: Untyped
     model: KerasModel
     optimizer: KerasOptimizer
-    metrics: Sequence[Any]
+    metrics: Sequence[KerasMetric]
     features: Sequence[Feature]
 
     @property
-    def variables(self) -> Sequence[Any]:
+    def variables(self) -> Sequence[KerasVariable]:
         """The variables that it trains."""
 
 
@@ -63,7 +71,7 @@ class Feature:
     colocates_gradients = False
     traces_once = False
     loop: Loop | None = None
-    verification: Any = None
+    verification: Untyped = None
 
     def __init_subclass__(cls) -> None:
         """Refuses a method that is named nearly as a hook, and so would never be called."""
@@ -79,11 +87,11 @@ class Feature:
             step: The step, before its first batch; its model may not be built yet.
         """
 
-    def around_trace(self) -> AbstractContextManager[Any]:
+    def around_trace(self) -> Context:
         """Returns the context in which all of a step is traced, the update included."""
         return nullcontext()
 
-    def around_model(self, rows: Rows) -> AbstractContextManager[Any]:
+    def around_model(self, rows: Rows) -> Context:
         """Returns the context, on a replica, in which the code of the user is traced.
 
         Args:
@@ -91,7 +99,7 @@ class Feature:
         """
         return nullcontext()
 
-    def around_backward(self) -> AbstractContextManager[Any]:
+    def around_backward(self) -> Context:
         """Returns the context, on a replica, in which the gradients of one target are traced."""
         return nullcontext()
 
@@ -113,7 +121,7 @@ class Feature:
         """
         return phase
 
-    def loss_factor(self) -> Any:
+    def loss_factor(self) -> Scalar:
         """Returns what the loss is multiplied by, a scalar; None for 1.
 
         The gradient is divided by the product of all factors after the addition.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,7 +14,7 @@ from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.values import Gradient
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.types import KerasLayer, KerasModel
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Scalar
 
 
 class LossScaling(Feature):
@@ -46,11 +45,11 @@ class LossScaling(Feature):
             return make_loss_scale(self._asked, self._optimizer, self._strategy)
 
     @property
-    def variables(self) -> Sequence[Any]:  # type: ignore[override]
+    def variables(self) -> Sequence[KerasVariable]:  # type: ignore[override]
         """The state of a dynamic scale."""
         return scale.variables if (scale := self.scale()) else []
 
-    def loss_factor(self) -> Any:
+    def loss_factor(self) -> Scalar:
         """Returns the scale; warns, once, of a model in float16 without one."""
         if scale := self.scale():
             return scale.value()

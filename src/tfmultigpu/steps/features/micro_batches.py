@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
 from tfmultigpu.steps.values import Pass, Phase, Shards, Trace
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
-from tfmultigpu.types import Scalar
+from tfmultigpu.types import Function, Nested, Scalar, Tensor
 
 
 class MicroBatches(Feature):
@@ -49,38 +48,41 @@ class MicroBatches(Feature):
 
             # Before the loop, which must know what it carries when it is traced.
             first = phase(shards.cut(tf.zeros([], tf.int64), count), trace)
-            first = [_sum(None, one) for one in first]
+            first = list(map(_sum, first))
             begin = self._states_of_replicas(trace, len(first))
-            seeds = {id(variable) for variable in trace.seeds}
-            is_seed = [id(variable) in seeds for variable in trace.state]
+            seeds = set(map(id, trace.seeds))
 
-            def body(number: Scalar, *flat: Any) -> tuple[Any, ...]:
+            def body(number: Scalar, *flat: Tensor) -> tuple[Nested, ...]:
                 before = _unflat(flat, first)
-                states: list[tuple[Any, ...]] = []
+                states: list[tuple[Tensor, ...]] = []
                 for at_first, one in zip(begin, before, strict=True):
-                    # Seeds are as for the first part: all take their part of the same draws.
-                    choices = zip(is_seed, at_first, one.state, strict=True)
-                    states.append(tuple(old if seed else new for seed, old, new in choices))
+                    values = list(one.state)
+                    for place, variable in enumerate(trace.state):
+                        # Seeds are as for the first part: all take their part of the same draws.
+                        if id(variable) in seeds:
+                            values[place] = at_first[place]
+                    states.append(tuple(values))
                 part = shards.cut(tf.cast(number, tf.int64), count)
                 new = phase(part._replace(state=states), trace)
-                sums = [_sum(*pair) for pair in zip(before, new, strict=True)]
-                return (number + 1, *_flat(sums))
+                return (number + 1, *_flat(list(map(_sum, new, before))))
 
             flat = self._loop(body, self.count, last, _flat(first))
             return _unflat(flat, first)
 
         return looped
 
-    def _states_of_replicas(self, trace: Trace, replicas: int) -> list[tuple[Any, ...]]:
+    def _states_of_replicas(self, trace: Trace, replicas: int) -> list[tuple[Tensor, ...]]:
         """Returns for each replica of this process the values of ``trace.state``."""
         states = self._strategy.run(lambda: [tf.identity(one.value) for one in trace.state])
-        local = [self._strategy.experimental_local_results(state) for state in states]
-        return [tuple(each[number] for each in local) for number in range(replicas)]
+        if not states:
+            return [()] * replicas
+        local = map(self._strategy.experimental_local_results, states)
+        return list(zip(*local, strict=True))
 
 
 def one_after_the_other(
-    body: Callable[..., Any], most: int, count: Scalar, values: Sequence[Any]
-) -> list[Any]:
+    body: Function, most: int, count: Scalar, values: Sequence[Tensor]
+) -> list[Nested]:
     """Runs ``number, *values = body(number, *values)`` for 1 to ``count`` - 1, in a loop."""
     _, *values = tf.while_loop(
         lambda number, *_: number < count,
@@ -91,32 +93,41 @@ def one_after_the_other(
     return list(values)
 
 
-def _sum(before: Pass | None, new: Pass) -> Pass:
-    """Returns the sum of two passes, with the states of the second; of the second alone for None.
+def _sum(new: Pass, before: Pass | None = None) -> Pass:
+    """Returns the sum of two passes, or a pass by itself, with the states of the new one.
 
     A list of the rows of a table has each row once, so it is never longer than the table.
     """
-    sums: list[Any] = []
-    old = [None] * len(new.addends) if before is None else before.addends
-    for one, addend in zip(old, new.addends, strict=True):
-        with tf.device(addend.device):  # What is added on a device of its own stays there.
-            if is_list(addend):
-                sums.append(unique(addend if one is None else joined([one, addend])))
-            else:
-                sums.append(addend if one is None else one + addend)
-    return new.with_addends(sums)
+    addends = new.addends
+    if before is not None:
+        addends = list(map(_add, before.addends, addends))
+    return new.with_addends(list(map(_each_row_once, addends)))
 
 
-def _flat(passes: Sequence[Pass]) -> list[Any]:
-    flat: list[Any] = tf.nest.flatten(_pairs(passes), expand_composites=True)
+def _add(before: Tensor, addend: Tensor) -> Tensor:
+    with tf.device(addend.device):  # What is added on a device of its own stays there.
+        if is_list(addend):
+            return joined([before, addend])
+        return before + addend
+
+
+def _each_row_once(addend: Tensor) -> Tensor:
+    if not is_list(addend):
+        return addend
+    with tf.device(addend.device):
+        return unique(addend)
+
+
+def _flat(passes: Sequence[Pass]) -> list[Tensor]:
+    flat: list[Tensor] = tf.nest.flatten(_pairs(passes), expand_composites=True)
     return flat
 
 
-def _pairs(passes: Sequence[Pass]) -> list[Any]:
+def _pairs(passes: Sequence[Pass]) -> list[Nested]:
     return [(one.addends, one.state) for one in passes]
 
 
-def _unflat(flat: Sequence[Any], like: Sequence[Pass]) -> list[Pass]:
+def _unflat(flat: Sequence[Tensor], like: Sequence[Pass]) -> list[Pass]:
     pairs = tf.nest.pack_sequence_as(_pairs(like), flat, expand_composites=True)
     passes: list[Pass] = []
     for one, (addends, state) in zip(like, pairs, strict=True):

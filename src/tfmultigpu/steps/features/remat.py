@@ -21,10 +21,10 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.lists import present
 from tfmultigpu.steps.assignments import DeferredAssignments, deferred_here
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.features.repeatable import (
-    Function,
     Value,
     check_captures,
     check_effects,
@@ -32,6 +32,7 @@ from tfmultigpu.steps.features.repeatable import (
     noting_operations,
 )
 from tfmultigpu.steps.values import Rows
+from tfmultigpu.types import Function
 
 
 class Recompute(Feature):
@@ -147,10 +148,10 @@ class _Call:
         variables: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
         """Repeats the call; returns the gradients of its inputs and of variables."""
-        asked = [tf.convert_to_tensor(g) for g in upstream if g is not None]
+        asked = list(map(tf.convert_to_tensor, present(upstream)))
         delay = _Delay(asked)
         with tf.GradientTape() as tape:
-            inputs = [delay(tensor) for tensor in arguments.tensors]
+            inputs = list(map(delay, arguments.tensors))
             tape.watch(inputs)
             with (
                 noting_operations() as operations,
@@ -229,7 +230,7 @@ class _Structure:
     def __init__(self, structure: Value) -> None:
         self._structure = tf.nest.map_structure(_value, structure)
         self._leaves = tf.nest.flatten(self._structure, expand_composites=True)
-        self.tensors = [leaf for leaf in self._leaves if _has_gradient(leaf)]
+        self.tensors = list(filter(_has_gradient, self._leaves))
 
     def filled(self, tensors: Sequence[tf.Tensor], change: Function = _same) -> Value:
         """Returns the structure with other tensors in place of these, under the same masks.
@@ -267,7 +268,9 @@ class _Delay:
         """Returns a tensor that is there after the others."""
         with tf.control_dependencies(self._others):
             later: tf.Tensor = tf.identity(tensor)
-        return later + tf.cast(self._zero, tensor.dtype) if _has_gradient(tensor) else later
+        if not _has_gradient(tensor):
+            return later
+        return later + tf.cast(self._zero, tensor.dtype)
 
 
 def _has_gradient(leaf: Value) -> bool:
@@ -276,4 +279,6 @@ def _has_gradient(leaf: Value) -> bool:
 
 def _value(leaf: Value) -> Value:
     """Returns the value of a variable of TensorFlow, whose gradient is asked for as an input."""
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+    if isinstance(leaf, tf.Variable):
+        return tf.convert_to_tensor(leaf)
+    return leaf

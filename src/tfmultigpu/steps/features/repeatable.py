@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -12,10 +12,10 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import present
+from tfmultigpu.types import Function, Nested, Operation
 
-Function = Callable[..., Any]
-Value = Any  # A tensor, or what else a function is given and gives; nested.
-Operation = Any  # Of a graph.
+Value: TypeAlias = Nested  # A tensor, or what else a function is given and gives.
 
 # How the names of stateful operations begin that give the same once more, or do no harm.
 _REPEATABLE = (
@@ -74,7 +74,7 @@ def check_captures(
         inputs: The tensors that it got.
         trained: The values that are trained.
     """
-    made, given = set(operations), {id(tensor) for tensor in inputs}
+    made, given = set(operations), set(map(id, inputs))
     strange: dict[int, Value] = {}
     for operation in operations:
         for tensor in operation.inputs:
@@ -106,7 +106,7 @@ def not_the_same(function: Function, how: str) -> TfMultiGpuError:
 
 
 def _depends(tensors: list[Value], trained: Sequence[Value]) -> bool:
-    return any(gradient is not None for gradient in tf.gradients(tensors, list(trained)))
+    return bool(present(tf.gradients(tensors, list(trained))))
 
 
 def _effects(operations: Sequence[Operation]) -> Iterator[Operation]:

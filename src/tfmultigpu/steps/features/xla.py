@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Replica, Rows, Trace
 from tfmultigpu.strategies.collectives import refusing_to_meet
-from tfmultigpu.types import Scalar, Shard
+from tfmultigpu.types import KerasVariable, Nested, Scalar, Shard
 
 
 class CompileByXla(Feature):
@@ -34,14 +33,14 @@ class CompileByXla(Feature):
         )
 
         def compiled(
-            shard: Shard, rows: Rows, state: Any, factor: Scalar, total: Scalar, *, trace: Trace
-        ) -> Any:
+            shard: Shard, rows: Rows, state: Nested, factor: Scalar, total: Scalar, *, trace: Trace
+        ) -> Nested:
             if not state and not tf.distribute.has_strategy():
                 # On one device, read beforehand: XLA cannot read the part on another device.
                 trace.state = self._metric_variables()
                 state = tuple(tf.convert_to_tensor(v.value) for v in trace.state)
 
-            def run(*args: Any) -> Any:
+            def run(*args: object) -> Nested:
                 return replica(*args, trace=trace)
 
             with refusing_to_meet(error):
@@ -50,9 +49,9 @@ class CompileByXla(Feature):
 
         return compiled
 
-    def _metric_variables(self) -> list[Any]:
+    def _metric_variables(self) -> list[KerasVariable]:
         """Returns the variables of the metrics of step and model, each once."""
-        known: dict[int, Any] = {}
+        known: dict[int, KerasVariable] = {}
         for metric in (*self._step.metrics, *getattr(self._step.model, "metrics", ())):
-            known |= {id(variable): variable for variable in metric.variables}
+            known |= by_id(metric.variables)
         return list(known.values())
