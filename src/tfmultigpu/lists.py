@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Named(Protocol):
-    """An object with a name."""
-
-    @property
-    def name(self) -> str:
-        """The name."""
 
 
 def present(values: Iterable[T | None]) -> list[T]:
@@ -37,7 +29,7 @@ def of_type(values: Iterable[object], kind: type[T]) -> list[T]:
     return [value for value in values if isinstance(value, kind)]
 
 
-def names_of(objects: Iterable[Named]) -> list[str]:
+def names_of(objects: Iterable[Any]) -> list[str]:
     """Returns the names of objects."""
     return [each.name for each in objects]
 
