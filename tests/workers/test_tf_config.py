@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from each import each
 
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.cluster import Cluster
 
 WORKERS = ["a.example:2222", "b.example:2222", "10.0.0.3:2222"]
 
