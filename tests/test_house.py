@@ -20,9 +20,10 @@ FILES = {
 # last is made of the public names.
 LAYERS = (
     "errors",
-    "arguments",
     "types",
     "lists",
+    "arguments",
+    "clusters",
     "_compat",
     "_patch",
     "_version",

@@ -15,10 +15,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from tfmultigpu.types import Nested, Untyped
-
-_Method = Callable[..., object]
+_Method = Callable[..., Any]
 _lock = threading.RLock()
 
 
@@ -52,7 +51,7 @@ class _Patch:
         self.is_inherited = name not in vars(owner)
         # Methods of one object are bound to it; those of a class are given each object.
         is_object = not isinstance(owner, (type, types.ModuleType))
-        self.original: Untyped = getattr(owner, name)
+        self.original: Any = getattr(owner, name)
         if not is_object:
             self.original = inspect.getattr_static(owner, name)
         self.passing = self._passing()
@@ -76,11 +75,11 @@ class _Patch:
         else:
             setattr(self.owner, self.name, self.original)
 
-    def _passing(self) -> object:
+    def _passing(self) -> Any:
         is_property = isinstance(self.original, property)
 
         @functools.wraps(self.original.fget if is_property else self.original)
-        def call(*args: object, **kwargs: object) -> Nested:
+        def call(*args: Any, **kwargs: Any) -> Any:
             function = self.original.fget if is_property else self.original
             for wrapper in _thread.wrappers.get(self, ()):
                 function = functools.partial(wrapper, function)

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 # Lines, blank ones included.
 BUDGETS = {
     "src together": 25_110,
-    "src/*": 1_430,
+    "src/*": 1_540,
     "src/accumulation": 1_790,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -26,8 +26,8 @@ BUDGETS = {
     "src/addons/sharding": 990,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 1_090,
-    "src/addons/workers": 1_740,
+    "src/addons/verification": 1_280,
+    "src/addons/workers": 1_650,
     "src/data": 2_340,
     "src/devices": 700,
     "src/steps": 6_150,
@@ -37,12 +37,12 @@ BUDGETS = {
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
 DENSITY = {
-    "comprehensions per 1,000 lines": 33.5,
-    "comprehensions inside others": 9,
-    "conditional expressions per 1,000 lines": 17.8,
-    "the word Any": 1_107,
+    "comprehensions per 1,000 lines": 25,
+    "comprehensions inside others": 3,
+    "conditional expressions per 1,000 lines": 12.5,
+    "the word Any": 400,
     "objects made without their constructor": 1,
-    "attributes set from outside their object": 36,
+    "attributes set from outside their object": 24,
     "fmt: skip": 4,
 }
 

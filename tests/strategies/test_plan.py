@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, MachineInfo, choose
 from tfmultigpu.strategies.tpu import Tpu
 

@@ -18,8 +18,8 @@ from tfmultigpu.addons.workers.channels import connect, listen
 from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, End, Ends
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.processes import free_addresses
+from tfmultigpu.clusters import Cluster, split_address
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster, split_address
 
 Result = dict[int, Connection] | str
 

@@ -12,9 +12,8 @@ from tfmultigpu.addons.diagnostics.machine_checks import find_causes
 from tfmultigpu.addons.diagnostics.report import describe_variables, redact
 from tfmultigpu.addons.workers import channels, sources
 from tfmultigpu.addons.workers.processes import worker_environment
-from tfmultigpu.strategies.cluster import Cluster
+from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.strategies.plan import MachineInfo, choose
-from tfmultigpu.strategies.scheduler import Scheduler
 
 JOB = {"ANTS_HOSTS": "ada,bob", "ANTS_RANK": "1", "ANTS_JOB": "7", "ANTS_COUNT": "2"}
 

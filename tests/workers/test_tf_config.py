@@ -10,8 +10,8 @@ import pytest
 from each import each
 
 from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
 
 WORKERS = ["a.example:2222", "b.example:2222", "10.0.0.3:2222"]
 

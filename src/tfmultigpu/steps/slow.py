@@ -15,16 +15,15 @@ _said: set[str] = set()
 @contextmanager
 def saying_if_slow(what: str) -> Iterator[None]:
     """Says, once in this process, what the context does, if it takes more than five seconds."""
+    has_ended = threading.Event()
 
     def say() -> None:
-        if what not in _said:
+        if not has_ended.wait(_SECONDS) and what not in _said:
             _said.add(what)
             _log.warning(what)
 
-    timer = threading.Timer(_SECONDS, say)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=say, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        has_ended.set()

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.scheduler import Scheduler
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy, Untyped
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.tpu import NO_TPU, Tpu
 from tfmultigpu.types import Communication, Prefer
 

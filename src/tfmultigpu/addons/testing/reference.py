@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-from tfmultigpu.types import (
-    Array,
-    Function,
-    KerasMetric,
-    KerasModel,
-    KerasOptimizer,
-    Loss,
-    Metrics,
-    Nested,
-    Scalar,
-    Tensor,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +26,16 @@ class Training:
         clip_norm: Largest global norm of the gradient.
     """
 
-    model: KerasModel
-    optimizer: KerasOptimizer
-    loss: Loss = None
-    metrics: KerasMetric = ()
-    weighted_metrics: Metrics = ()
-    loss_weights: Nested = None
-    forward: Function | None = None
+    model: Any
+    optimizer: Any
+    loss: Any = None
+    metrics: Any = ()
+    weighted_metrics: Any = ()
+    loss_weights: Any = None
+    forward: Any = None
     clip_norm: float | None = None
 
-    def values(self) -> list[tuple[str, Array]]:
+    def values(self) -> list[tuple[str, Any]]:
         """Returns names and values of the variables; of copies that differ, one that does."""
         alike = {id(v) for v in [*self.model.trainable_variables, *self.optimizer.variables]}
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
@@ -80,18 +68,18 @@ class OneDevice:
                 weights = dict.fromkeys(training.loss, 1.0) | weights
             metrics = _as_list(training.metrics), _as_list(training.weighted_metrics)
             self._compiled.compile("sgd", training.loss, weights, *metrics)
-        traced: Function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
+        traced: Any = functools.partial(tf.function, reduce_retracing=True, autograph=False)
         self.step = traced(self._train)
         self.evaluate = traced(lambda batch: self._loss(batch, training=False)[0])
         self.predict = traced(lambda batch: training.model(_unpack(batch)[0], training=False))
 
-    def build(self, batch: Nested) -> None:
+    def build(self, batch: Any) -> None:
         """Creates the variables of model and optimizer."""
         if not self.training.model.built:
             self.training.model(_unpack(batch)[0])
         self.training.optimizer.build(self.training.model.trainable_variables)
 
-    def _loss(self, batch: Nested, *, training: bool) -> tuple[Scalar, Scalar]:
+    def _loss(self, batch: Any, *, training: bool) -> tuple[Any, Any]:
         """Returns the loss and the outputs of the model."""
         this, (x, y, weight) = self.training, _unpack(batch)
         loss, outputs = tf.zeros([]), None
@@ -106,7 +94,7 @@ class OneDevice:
                 loss = self._compiled.compute_loss(x, y, outputs, weight)
         return loss + sum(tf.cast(extra, loss.dtype) for extra in this.model.losses), outputs
 
-    def _train(self, batch: Nested) -> dict[str, Tensor]:
+    def _train(self, batch: Any) -> dict[str, Any]:
         """Trains on one batch; returns ``"loss"`` and ``"gradient_norm"``, before clipping."""
         this = self.training
         with tf.GradientTape() as tape:
@@ -132,12 +120,12 @@ class OneDevice:
         return {"loss": loss, "gradient_norm": norm / scale}
 
 
-def _as_list(metrics: Metrics) -> Metrics:
+def _as_list(metrics: Any) -> Any:
     """Returns metrics as Keras takes them: None for none."""
     return [metrics] if isinstance(metrics, keras.metrics.Metric) else metrics or None
 
 
-def _unpack(batch: Nested) -> tuple[Nested, Nested, Nested]:
+def _unpack(batch: Any) -> tuple[Any, Any, Any]:
     parts = batch if isinstance(batch, tuple) else (batch,)
     x, y, weight = (*parts, None, None)[:3]
     return x, y, weight

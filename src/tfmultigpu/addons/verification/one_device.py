@@ -19,8 +19,7 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.steps.values import Trace
-from tfmultigpu.strategies.row_lists import Gradient
+from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import (
     Array,
@@ -156,7 +155,7 @@ class OneDevice:
             self._variables = gradient.variables
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
-    def _update(self, gradient: Gradient, state: Sequence[KerasVariable]) -> None:
+    def _update(self, gradient: Gradient, state: Sequence[Tensor]) -> None:
         """Updates the first copy of each variable; not in a trace, which would take longer."""
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.

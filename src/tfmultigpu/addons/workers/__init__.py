@@ -2,6 +2,6 @@
 
 from tfmultigpu.addons.workers.files import is_first, own_path
 from tfmultigpu.addons.workers.sources import cluster_from_environment
-from tfmultigpu.strategies.cluster import Cluster
+from tfmultigpu.clusters import Cluster
 
 __all__ = ["Cluster", "cluster_from_environment", "is_first", "own_path"]

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 from tfmultigpu.addons.workers.sources import port_advice
+from tfmultigpu.clusters import Cluster, split_address
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster, split_address
 from tfmultigpu.types import Json
 
 Message: TypeAlias = dict[str, Json]  # What JSON holds.

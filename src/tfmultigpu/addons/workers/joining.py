@@ -20,8 +20,8 @@ from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.notes import note_joined
 from tfmultigpu.addons.workers.sources import job_id
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.types import Untyped
 

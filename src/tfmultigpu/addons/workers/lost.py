@@ -22,8 +22,8 @@ import tensorflow as tf
 from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.ends import FINISHED, End, Ends
 from tfmultigpu.addons.workers.notes import note_lost
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
-from tfmultigpu.strategies.cluster import Cluster
 from tfmultigpu.strategies.worker_exchange import different_calls
 
 # TensorFlow has no error class for a lost worker, so its texts decide: those of 2.19 to 2.21.

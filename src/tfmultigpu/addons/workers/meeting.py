@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 
 from tfmultigpu.addons.workers.channels import Message, as_channel, connect, listen, receive, send
+from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
 
 _TELL_SECONDS = 5.0  # To tell what is wrong to workers that start a little later.
 _PAUSE = 0.1

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
-from tfmultigpu.strategies.scheduler import Scheduler
 
 _READ = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID"),

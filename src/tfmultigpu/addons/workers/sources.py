@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from tfmultigpu.addons.workers.slurm import Slurm
 from tfmultigpu.addons.workers.tf_config import TfConfig
+from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
-from tfmultigpu.strategies.scheduler import Scheduler
 
 SCHEDULERS: tuple[Scheduler, ...] = (TfConfig(), Slurm())
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.cluster import Cluster
-from tfmultigpu.strategies.scheduler import Scheduler
 from tfmultigpu.types import Json
 
 _EXAMPLE = (
