@@ -202,7 +202,7 @@ class _Trained:
     gradient: Any = None
 
     def penalize(self, gradient: Tensor) -> None:
-        """Takes the gradient of the regularizer; None if the penalty has none."""
+        """Keeps the gradient of the regularizer; None if the penalty has none."""
         if gradient is not None:
             self.penalty = _dense(gradient, self.variable.shape)
 
