@@ -76,7 +76,9 @@ class LossScale:
     @property
     def variables(self) -> list[KerasVariable]:
         """The variables that hold its state, for checkpoints; none if it is fixed."""
-        return present([self.good_steps and self.scale, self.good_steps])
+        if self.growth_steps is None:
+            return []
+        return [self.scale, self.good_steps]
 
     def value(self) -> Scalar:
         """Returns the scale for the next step, a float32 scalar."""

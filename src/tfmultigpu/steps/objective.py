@@ -206,7 +206,9 @@ def penalty_of(variable: KerasVariable, assigned: Tensor = None) -> tuple[Tensor
     return penalty, gradient
 
 
-def _check_variables(variables: KerasVariable, model: KerasModel) -> tuple[KerasVariable, ...]:
+def _check_variables(
+    variables: Sequence[KerasVariable], model: KerasModel
+) -> tuple[KerasVariable, ...]:
     """Returns the variables to train, each once."""
     chosen, known = by_id(variables), by_id(model.variables)
     strange = [variable for key, variable in chosen.items() if key not in known]
