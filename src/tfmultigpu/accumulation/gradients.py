@@ -26,16 +26,20 @@ _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False
 def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], Any]:
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
+    This is clipping by the global norm (Pascanu et al. 2013, arXiv 1211.5063).
+
     Args:
         gradients: The gradients of the global batch, from ``GradientAccumulator.reduce``. None
             stays None.
         limit: The largest norm, positive and finite.
 
     Returns:
-        The gradients, and their norm before, a scalar.
+        The gradients, and their norm before clipping: a scalar of their dtype, or float64 if they
+        have several.
 
     Raises:
-        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``.
+        ValueError: ``limit`` is not a positive, finite number.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg

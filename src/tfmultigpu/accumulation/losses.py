@@ -132,11 +132,12 @@ def loss_sum(
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
-        row_weight: ``tmg.data.row_weight(batch, strategy)``, a scalar, with a batch of
-            ``distribute_dataset(..., small_batches="copy")``. None: 1.
+        row_weight: The weight of each row, a scalar: ``tmg.data.row_weight(batch, strategy)`` for a
+            batch of ``distribute_dataset(..., small_batches="copy")``. None: 1.
 
     Raises:
-        LossError: The loss returns one number for the whole shard, or values that are not of rows.
+        LossError: The loss returns one number for the whole shard, or values without an axis of
+            rows.
         ValueError: Keras does not know the loss.
 
     Example:
@@ -195,8 +196,11 @@ def _refuse_global_mean() -> None:
 def global_mean(loss_sum: LossSum) -> Any:
     """Returns the loss of the global batch for logs, a scalar; 0 if the weight is 0.
 
+    Args:
+        loss_sum: The pair of this replica's shard.
+
     Raises:
-        LossError: Called outside of the replicas, or differentiated on several.
+        LossError: It is called outside of the replicas, or differentiated on several.
 
     Example:
         >>> import tfmultigpu as tmg
