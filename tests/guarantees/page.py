@@ -48,7 +48,7 @@ cases with the result of one device, by subject:
 Both columns were measured in the same run, with TensorFlow {tensorflow} and Keras {keras} on
 virtual CPUs, on two replicas unless a line says otherwise. Nothing was written by hand.
 
-- **same** means within the tolerance, which is 1e-6 in every weight unless a note below the table says
+- **same** means within the tolerance: 1e-6 in every weight, unless a note below the table says
   otherwise. The number is the largest difference that was measured.
 - A **number** alone is how far the result is from the right one: the largest difference of any
   weight on any replica after a few steps, or a count of what is wrong. No error was raised.
