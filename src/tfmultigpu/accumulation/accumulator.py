@@ -103,7 +103,7 @@ class GradientAccumulator:
                 "The losses of one accumulator need one way to divide.",
                 'a loss with reduction="sum" and another, both in one accumulator, which divides '
                 "by 1 or by the weight",
-                "Create one for each.",
+                "Create an accumulator for each.",
             )
         self._fixed = fixed
 
@@ -161,7 +161,7 @@ class GradientAccumulator:
         if not tf.distribute.has_strategy():
             return None
         raise ScopeError(
-            f"The accumulator is of another scope, {describe(self._strategy)}.",
+            f"The accumulator was created in another scope, {describe(self._strategy)}.",
             describe(current),
             "Create it in strategy.scope().",
         )

@@ -100,8 +100,8 @@ def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
     in_replica = context is not None and context.num_replicas_in_sync > 1
     if parts or (in_replica and not _in_global_phase.get()):
         raise TfMultiGpuError(
-            "What follows the addition over the replicas is done once, for all of them together.",
-            f"{name} in a replica, or with parts, as strategy.run returns them",
+            "This call needs the gradient that was added over all replicas, and is made once.",
+            f"{name} inside strategy.run, or with one value for each replica",
             BY_HAND,
         )
 

@@ -175,9 +175,9 @@ def _without_gradient(value: Any, loss: Any, refuse: Callable[[], None]) -> Any:
 
 def _warn_of_means() -> None:
     warnings.warn(
-        "pair.weight divides after all replicas were added. Received: its gradient, so the loss "
-        "was divided by it before: pair.sum / pair.weight, a mean over one replica's rows, is for "
-        f"logs, and trains on means of means. {BY_HAND} To divide by the weight of all replicas, "
+        "pair.weight divides after all replicas were added. Received: the gradient of "
+        "pair.weight. pair.sum / pair.weight is a mean over one replica's rows: it is right for "
+        f"logs, but trains on a mean of means. {BY_HAND} To divide by the weight of all replicas, "
         "write tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
         ReplicaDependenceWarning,
         stacklevel=2,
@@ -186,9 +186,9 @@ def _warn_of_means() -> None:
 
 def _refuse_global_mean() -> None:
     raise LossError(
-        "global_mean is for logs.",
-        "its gradient, of which each replica has a part alone: an optimizer would clip and scale "
-        "by parts",
+        "global_mean is for logs. Each replica has only a part of its gradient, which an optimizer "
+        "would clip and scale by itself.",
+        "the gradient of global_mean",
         BY_HAND,
     )
 

@@ -61,7 +61,7 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     chosen = tuple(names or (own if len(set(own)) == len(own) else numbered))
     if not len(set(chosen)) == len(chosen) == len(steps):
         raise ValueError(
-            "There is one name, another one, for each step. Received: "
+            "Each step needs a name of its own. Received: "
             f"names={names!r} for {len(steps)} step(s). Write names={numbered}."
         )
     return ChainedStep(dict(zip(chosen, steps, strict=True)))

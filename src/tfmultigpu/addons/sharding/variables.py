@@ -78,9 +78,9 @@ class _Loads:
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
-                "The workers shard other variables.",
+                "The workers would shard different variables.",
                 f"at_least={[int(one) for one in counts[:, 0]]}, by worker",
-                "Give all the same.",
+                "Give all workers the same at_least.",
             )
         self.bytes = [int(one) for one in alive.max(axis=0)]
         least = tuple(float(one) for one in memory.min(axis=0))
