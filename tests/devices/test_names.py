@@ -86,7 +86,8 @@ MISSING: list[tuple[Any, tuple[str, ...], list[str]]] = [
         ["GPU:0", "GPU:3"],
         ("CPU:0", "GPU:0", "GPU:1"),
         [
-            "Asked for GPU:0, GPU:3, but not here: GPU:3. Existing: CPU:0, GPU:0, GPU:1.",
+            "Asked for GPU:0, GPU:3, but this machine does not have GPU:3.",
+            "Existing: CPU:0, GPU:0, GPU:1.",
             "Write ['CPU:0', 'GPU:0', 'GPU:1'], or some of these. No more GPUs: CURE.",
         ],
     ),

@@ -73,15 +73,22 @@ def sides_of(diff: str) -> tuple[str, str]:
 
 
 def all_programs_of(text: str) -> list[str]:
-    """The programs of a page and both sides of its diffs, without those that need Horovod."""
-    sides = [
-        "\n" * (block.line - 1) + side
-        for block in blocks_of(text)
-        if block.language == "diff"
-        for side in sides_of(block.code)
-        if "import horovod" not in side
-    ]
-    return programs_of(text) + sides
+    """The programs of a page and both sides of its diffs, without those that need Horovod.
+
+    A diff without imports continues the program above it.
+    """
+    programs = programs_of(text)
+    for block in blocks_of(text):
+        if block.language != "diff":
+            continue
+        above = ""
+        if "import " not in block.code:
+            above = programs_of("".join(text.splitlines(keepends=True)[: block.line - 2]))[-1]
+        padding = "\n" * (block.line - 1 - above.count("\n"))
+        for side in sides_of(block.code):
+            if "import horovod" not in side:
+                programs.append(above + padding + side)
+    return programs
 
 
 def test_a_diff_is_two_programs() -> None:
@@ -89,6 +96,13 @@ def test_a_diff_is_two_programs() -> None:
     before, after = all_programs_of(page)
     assert before == "\nimport keras\n\na = 1\n"
     assert after == "\nimport keras\nimport tfmultigpu\n\na = 2\n"
+
+
+def test_a_diff_without_imports_continues_the_program_above_it() -> None:
+    page = "```python\nimport tfmultigpu\n```\n\n```diff\n-a = 1\n+a = 2\n```\n"
+    program, before, after = all_programs_of(page)
+    assert program == "\nimport tfmultigpu\n"
+    assert (before, after) == (f"{program}\n\n\na = 1\n", f"{program}\n\n\na = 2\n")
 
 
 def test_blocks_become_programs_with_the_lines_of_the_page() -> None:

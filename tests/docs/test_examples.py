@@ -24,7 +24,7 @@ ROUNDING = {"by_hand": 2e-5}
 
 # What else must be in the output.
 ALSO = {
-    "explicit_devices": ("but not here: GPU:0, GPU:99", "hierarchical_copy: "),
+    "explicit_devices": ("does not have GPU:0, GPU:99", "hierarchical_copy: "),
     "gan": ("'c_loss': [", "'g_loss': ["),
     "input_pipeline": ("epoch 3: 1003 examples",),
     "memory_growth": ("came after TensorFlow had started its devices",),

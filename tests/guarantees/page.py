@@ -28,7 +28,7 @@ HEAD = """\
 
 <!-- Made by {command}. Do not edit: a test compares this page with docs/guarantees.json. -->
 
-{cases} cases that several devices make difficult, each **measured** in plain TensorFlow and Keras
+{cases} cases are difficult on several devices. Each was **measured**, in plain TensorFlow and Keras
 and with this library: is the result what one device gives on the same global batches?
 
 | {cases} cases | {kinds} |
@@ -36,8 +36,8 @@ and with this library: is the result what one device gives on the same global ba
 | plain TensorFlow and Keras | {plain} |
 | tfmultigpu | {ours} |
 
-Where this library raises an error, the reason is below the table. The cases with the result of
-one device, by subject:
+Where this library raises an error, the reason is below the table. The next table counts the
+cases with the result of one device, by subject:
 
 | subject | cases | plain TensorFlow and Keras | tfmultigpu |
 |---|---:|---:|---:|
@@ -46,16 +46,16 @@ one device, by subject:
 ## How to read it
 
 Both columns were measured in the same run, with TensorFlow {tensorflow} and Keras {keras} on
-virtual CPUs, two replicas unless a line says otherwise. Nothing was written by hand.
+virtual CPUs, on two replicas unless a line says otherwise. Nothing was written by hand.
 
-- **same** means: within the tolerance, 1e-6 in every weight unless a note below the table says
+- **same** means within the tolerance: 1e-6 in every weight, unless a note below the table says
   otherwise. The number is the largest difference that was measured.
 - A **number** alone is how far the result is from the right one: the largest difference of any
   weight on any replica after a few steps, or a count of what is wrong. No error was raised.
 - The right column is `make_train_step` over `distribute_dataset` where a line names nothing else.
 - Lines where plain code is right today are in the table too: they must stay right.
 
-`nox -s versions` measures both columns again. To make this page anew:
+`nox -s versions` measures both columns again. This makes the page anew:
 
 ```sh
 {command}

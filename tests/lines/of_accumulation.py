@@ -25,7 +25,7 @@ def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> 
     return tf.function(lambda: strategy.run(replica), autograph=False)()
 
 
-@example("The accumulator is of another scope")
+@example("The accumulator was created in another scope")
 def accumulator_of_another_scope(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -136,7 +136,7 @@ def scaled_pair_that_is_not_added(told: Told) -> None:
     np.testing.assert_allclose(added[0], scaled[0], rtol=1e-6)
 
 
-@example("What follows the addition over the replicas is done once")
+@example("This call needs the gradient that was added over all replicas")
 def reduce_in_a_replica(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -239,7 +239,7 @@ def weights_of_other_axes(told: Told) -> None:
     tmg.loss_sum(divides, Y, Y, tf.fill(tf.shape(Y)[:1], 2.0))
 
 
-@example("is for logs. Received: its gradient")
+@example("global_mean is for logs. Each replica has only a part")
 def gradient_of_a_number_for_logs(told: Told) -> None:
     def mean(y: Any, p: Any) -> Any:
         return tmg.global_mean(tmg.loss_sum("mse", y, p))

@@ -240,7 +240,7 @@ def speeds_of_a_new_step(told: Told) -> None:
 # Verification and tools for tests -----------------------------------------------------------------
 
 
-@example("The step could not be held to one device")
+@example("The step could not be compared with one device")
 def what_one_device_cannot_run(told: Told) -> None:
     def forward(model: Any, batch: Any, training: bool) -> Any:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:

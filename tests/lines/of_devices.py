@@ -180,7 +180,7 @@ def a_device_that_is_missing(told: Told) -> None:
     tmg.plan_strategy(devices=["CPU:0", "CPU:1"])
 
 
-@example("{}, but not here: {}")
+@example("{}, but this machine does not have {}")
 def a_name_that_is_missing(told: Told) -> None:
     with told():
         tmg.plan_strategy(devices=["CPU:7"])

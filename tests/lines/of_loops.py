@@ -311,7 +311,7 @@ def train_on_batch_in_a_callback(told: Told) -> None:
     fit(X, Y, model=model, callbacks=[Calls(lambda model: trained((X, Y)))])
 
 
-@example("A callback or the data raised what ends an epoch without a word")
+@example("A callback or the data raised an error with which Keras silently ends")
 def stop_iteration(told: Told) -> None:
     class Ends(keras.callbacks.Callback):
         def on_batch_end(self, batch: int, logs: Any = None) -> None:

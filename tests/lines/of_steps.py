@@ -145,7 +145,7 @@ def a_chain_of_functions(told: Told) -> None:
     tmg.chain_steps(d_step, g_step, names=("d", "g"))
 
 
-@example("There is one name, another one, for each step")
+@example("Each step needs a name of its own")
 def two_names_alike(told: Told) -> None:
     first, second = step(), step()
     with told():
@@ -302,7 +302,7 @@ def unknown_verify(told: Told) -> None:
     step(verify=True)
 
 
-@example("What the loss is divided by depends on trained variables")
+@example("The weight that divides the loss depends on trained variables")
 def a_trained_weight(told: Told) -> None:
     def weighted(stop: bool) -> Any:
         def forward(model: Any, batch: Any, training: bool) -> Any:
@@ -427,7 +427,7 @@ def a_loss_of_an_unknown_output(told: Told) -> None:
     step(made(two_heads), ["mse", "mse"])((X, [Y, Y]))
 
 
-@example("loss_weights are numbers, which a step takes in once")
+@example("loss_weights are numbers, which a step reads once")
 def a_variable_as_loss_weight(told: Told) -> None:
     with strategy_of(2).scope():
         weight = keras.Variable(0.5, trainable=False)

@@ -19,10 +19,10 @@ WITHOUT = {
     "TensorFlow had started its devices before create_strategy": _INSIDE,
     "The workers do not call the same things in the same order": _RESTART,
     "worker {} was in {}, and workers {} were elsewhere": _RESTART,
-    "Two strategies over different devices have added": _RESTART,
+    "Two strategies over different devices have used": _RESTART,
     "The workers read different data": "tests/workers/test_data_workers.py makes the mistake and "
     "reads again with a seed; who is told depends on who reads first",
-    "The workers shard other variables": "needs several GPUs on each worker",
+    "The workers would shard different variables": "needs several GPUs on each worker",
     "The workers create different variables": "needs several GPUs on each worker",
     "Another worker could not determine the memory": "needs a GPU of unknown memory on one worker",
     "answers, but TensorFlow finds no TPU there": "needs a TPU",

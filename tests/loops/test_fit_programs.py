@@ -192,8 +192,8 @@ def test_programs_that_exclude_each_other() -> None:
         differs.compile(keras.optimizers.Adam(name="other"), "mse")
     both = {"forward": forward, "step": step}
     every: list[tuple[Any, str, Any, dict[str, Any]]] = [
-        (ValueError, "Received: forward beside a step", model, both),
-        (ValueError, r"Received: clip_norm beside a step", model, {"step": step, "clip_norm": 1.0}),
+        (ValueError, "Received: forward and a step", model, both),
+        (ValueError, r"Received: clip_norm and a step", model, {"step": step, "clip_norm": 1.0}),
         (TypeError, r"Received: eval_step=TrainStep\.", model, {"step": step, "eval_step": step}),
         (TypeError, r"chain_steps.*Received: step=Sequential", model, {"step": model}),
         (TypeError, r"first, second\).*Received: step=list", model, {"step": [step, step]}),

@@ -33,7 +33,7 @@ def model() -> Any:
         (TypeError, r"no argument .epoch.\. Received.*Write epochs", ARRAYS, {"epoch": 1}),
         (TypeError, "Write batch_size or callbacks or", ARRAYS, {"arguments": 1}),
         (TypeError, r"Received: none\. Write tmg\.fit\(model, data\)", None, {}),
-        (DataError, r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y", ARRAYS, {"y": SIZE}),
+        (DataError, r"a tuple of 2, and y\. Write tmg\.fit\(model, \(x, y", ARRAYS, {"y": SIZE}),
         (DataError, "shuffle must be True or False", ARRAYS, {"shuffle": "batch"}),
         (DataError, "leaves examples.*of 37 examples", ARRAYS, {"validation_split": 0.999}),
         (DataError, "leaves examples.*validation_split=2", ARRAYS, {"validation_split": 2}),

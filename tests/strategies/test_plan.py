@@ -109,7 +109,7 @@ def test_what_is_named_is_taken() -> None:
 def test_what_cannot_be_named() -> None:
     missing, refused = DeviceNotFoundError, StrategyUnavailableError
     others = "combined with the cluster.*CUDA_VISIBLE_DEVICES"
-    gone = r"but not here: GPU:1.*Existing: CPU:0, GPU:0.*Write \['CPU:0', 'GPU:0'\]"
+    gone = r"does not have GPU:1.*Existing: CPU:0, GPU:0.*Write \['CPU:0', 'GPU:0'\]"
     named: list[tuple[MachineInfo, str, Any, type[Exception], str]] = [
         (machine(4, 8), "auto", 8, missing, "Asked for 8 devices, but only 4 exist"),
         (machine(1), "auto", ["GPU:1"], missing, NO_GPU),

@@ -19,12 +19,13 @@ from tfmultigpu.types import KerasVariable, Scalar
 class GradientAccumulator:
     """Adds gradients and weights on each replica, and over the replicas once per window.
 
-    Takes gradients of loss *sums*, with the weights that divide these; gives the gradient of the
-    mean over the whole window, however short. Sums are kept in at least float32. Save checkpoints
-    between windows: TensorFlow restores sums evenly spread over the replicas.
+    ``add`` takes gradients of loss *sums*, with the weights that divide them. ``reduce`` returns
+    the gradient of the mean over the whole window, however short. Sums are kept in at least
+    float32. Save checkpoints between windows: TensorFlow restores sums evenly spread over the
+    replicas.
 
     Attributes:
-        variables: The variables gradients are for, in order.
+        variables: The variables that the gradients are for, in order.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -84,8 +85,9 @@ class GradientAccumulator:
                 the weight of that pair, a scalar, by which the sum is to be divided.
 
         Raises:
-            TfMultiGpuError: Not as many gradients as variables; called outside a replica; some of
-                the losses alone have ``reduction="sum"``; created under another strategy.
+            TfMultiGpuError: There is another number of gradients than of variables; it is called
+                outside a replica; only some of the losses have ``reduction="sum"``; or it was
+                created under another strategy.
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
@@ -101,7 +103,7 @@ class GradientAccumulator:
                 "The losses of one accumulator need one way to divide.",
                 'a loss with reduction="sum" and another, both in one accumulator, which divides '
                 "by 1 or by the weight",
-                "Create one for each.",
+                "Create an accumulator for each.",
             )
         self._fixed = fixed
 
@@ -120,12 +122,13 @@ class GradientAccumulator:
         """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
 
         Returns:
-            Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
-            but float32 for float16, which may not hold them before ``unscale``; and the weight of
-            the window.
+            Gradients already divided by the weight (0 if that is 0), in the variables' dtypes, but
+            float32 for float16, which may not hold them before ``unscale``; and the weight of the
+            window, a scalar of at least float32.
 
         Raises:
-            TfMultiGpuError: Called inside ``strategy.run``; created under another strategy.
+            TfMultiGpuError: It is called inside ``strategy.run``, or was created under another
+                strategy.
         """
         if self._context() is not None:
             check_reduced("reduce")
@@ -158,7 +161,7 @@ class GradientAccumulator:
         if not tf.distribute.has_strategy():
             return None
         raise ScopeError(
-            f"The accumulator is of another scope, {describe(self._strategy)}.",
+            f"The accumulator was created in another scope, {describe(self._strategy)}.",
             describe(current),
             "Create it in strategy.scope().",
         )

@@ -28,16 +28,20 @@ _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False
 def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gradient], Scalar]:
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
+    This is clipping by the global norm (Pascanu et al. 2013, arXiv 1211.5063).
+
     Args:
         gradients: The gradients of the global batch, from ``GradientAccumulator.reduce``. None
             stays None.
         limit: The largest norm, positive and finite.
 
     Returns:
-        The gradients, and their norm before, a scalar.
+        The gradients, and their norm before clipping: a scalar of their dtype, or float64 if they
+        have several.
 
     Raises:
-        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``.
+        ValueError: ``limit`` is not a positive, finite number.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
@@ -100,8 +104,8 @@ def check_reduced(name: str, gradients: Sequence[Gradient] = ()) -> None:
     in_replica = context is not None and context.num_replicas_in_sync > 1
     if parts or (in_replica and not _in_global_phase.get()):
         raise TfMultiGpuError(
-            "What follows the addition over the replicas is done once, for all of them together.",
-            f"{name} in a replica, or with parts, as strategy.run returns them",
+            "This call needs the gradient that was added over all replicas, and is made once.",
+            f"{name} inside strategy.run, or with one value for each replica",
             BY_HAND,
         )
 

@@ -25,8 +25,9 @@ class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
 
     A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
-    steps, as ``keras.optimizers.LossScaleOptimizer`` does. A fixed one stays. Either way, skip
-    the update of a step whose gradients are not finite.
+    steps, as ``keras.optimizers.LossScaleOptimizer`` does (Micikevicius et al. 2018, arXiv
+    1710.03740). A fixed scale stays. Either way, skip the update of a step whose gradients are not
+    finite.
 
     Attributes:
         scale: The scale, a float32 variable; a float if it is fixed.
@@ -52,6 +53,11 @@ class LossScale:
         Args:
             initial: The scale to begin with, positive and finite.
             growth_steps: Good steps after which the scale doubles. None: the scale is fixed.
+
+        Raises:
+            ValueError: ``initial`` is not a positive, finite number, or ``growth_steps`` is less
+                than 1.
+            TypeError: ``growth_steps`` is neither a whole number nor None.
         """
         if isinstance(initial, str):
             raise ValueError(
@@ -87,16 +93,16 @@ class LossScale:
     def scale_loss(self, loss: LossSum | Scalar) -> Scalar:
         """Returns what to differentiate: the scale times a mean, so that float16 can hold it.
 
-        Give the pair of ``loss_sum`` and add its gradient with that pair: ``window.add(gradients,
-        pair)``, which makes it the gradient of the sum again. A sum by itself is as many times
-        larger as there are rows, and overflows as many times sooner.
+        Scale the pair of ``loss_sum``, and add its gradient with the same pair:
+        ``window.add(gradients, pair)`` makes it the gradient of the sum again. A sum is as many
+        times larger than a mean as there are rows, so it overflows that much sooner.
 
         Args:
             loss: A ``LossSum``; or a mean, a scalar of any float dtype, which is multiplied.
 
         Returns:
-            A scalar. A pair is divided by its weight, the number of replicas and 32: that leaves
-            the room that ``make_train_step`` has with 16 micro-batches.
+            A scalar. A pair is divided by its weight, the number of replicas and 32. That leaves as
+            much room as ``make_train_step`` has with 16 micro-batches.
         """
         if not isinstance(loss, LossSum):
             return loss * tf.cast(self.value(), loss.dtype)
@@ -112,11 +118,18 @@ class LossScale:
         return total * (tf.cast(self.value(), total.dtype) / divisor)
 
     def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
-        """Returns gradients of the global batch, at least float32, and whether all are finite.
+        """Divides gradients by the scale, and says whether all are finite.
+
+        Args:
+            gradients: The gradients of the global batch, from ``GradientAccumulator.reduce``. None
+                stays None.
+
+        Returns:
+            The gradients, of at least float32; and whether all are finite, a bool scalar.
 
         Raises:
-            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``; the window
-                did not get the pair that was scaled.
+            TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or
+                the window did not get the pair that was scaled.
         """
         check_reduced("unscale", gradients)
         if self._division is not None and not self._division.undone:
@@ -137,7 +150,14 @@ class LossScale:
         return divided, all_finite(present(divided))
 
     def update(self, finite: Scalar) -> None:
-        """Halves, doubles or keeps the scale; call it once, with ``finite`` of ``unscale``."""
+        """Halves, doubles or keeps the scale; call it once for each window.
+
+        Args:
+            finite: What ``unscale`` returned: whether all gradients are finite, a bool scalar.
+
+        Raises:
+            TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``.
+        """
         check_reduced("LossScale.update")
         if self.growth_steps is None:
             return

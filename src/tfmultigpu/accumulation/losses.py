@@ -142,11 +142,12 @@ def loss_sum(
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
-        row_weight: ``tmg.data.row_weight(batch, strategy)``, a scalar, with a batch of
-            ``distribute_dataset(..., small_batches="copy")``. None: 1.
+        row_weight: The weight of each row, a scalar: ``tmg.data.row_weight(batch, strategy)`` for a
+            batch of ``distribute_dataset(..., small_batches="copy")``. None: 1.
 
     Raises:
-        LossError: The loss returns one number for the whole shard, or values that are not of rows.
+        LossError: The loss returns one number for the whole shard, or values without an axis of
+            rows.
         ValueError: Keras does not know the loss.
 
     Example:
@@ -188,9 +189,9 @@ def _without_gradient(value: Scalar, loss: Tensor, refuse: Callable[[], None]) -
 
 def _warn_of_means() -> None:
     warnings.warn(
-        "pair.weight divides after all replicas were added. Received: its gradient, so the loss "
-        "was divided by it before: pair.sum / pair.weight, a mean over one replica's rows, is for "
-        f"logs, and trains on means of means. {BY_HAND} To divide by the weight of all replicas, "
+        "pair.weight divides after all replicas were added. Received: the gradient of "
+        "pair.weight. pair.sum / pair.weight is a mean over one replica's rows: it is right for "
+        f"logs, but trains on a mean of means. {BY_HAND} To divide by the weight of all replicas, "
         "write tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
         ReplicaDependenceWarning,
         stacklevel=2,
@@ -199,9 +200,9 @@ def _warn_of_means() -> None:
 
 def _refuse_global_mean() -> None:
     raise LossError(
-        "global_mean is for logs.",
-        "its gradient, of which each replica has a part alone: an optimizer would clip and scale "
-        "by parts",
+        "global_mean is for logs. Each replica has only a part of its gradient, which an optimizer "
+        "would clip and scale by itself.",
+        "the gradient of global_mean",
         BY_HAND,
     )
 
@@ -209,8 +210,11 @@ def _refuse_global_mean() -> None:
 def global_mean(loss_sum: LossSum) -> Scalar:
     """Returns the loss of the global batch for logs, a scalar; 0 if the weight is 0.
 
+    Args:
+        loss_sum: The pair of this replica's shard.
+
     Raises:
-        LossError: Called outside of the replicas, or differentiated on several.
+        LossError: It is called outside of the replicas, or differentiated on several.
 
     Example:
         >>> import tfmultigpu as tmg

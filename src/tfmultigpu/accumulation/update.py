@@ -108,13 +108,15 @@ def apply_reduced_gradients(
 
     Args:
         optimizer: A Keras optimizer. If it is not built, it is built for these variables.
-        gradients: One for each variable, from ``GradientAccumulator.reduce``, without a loss scale:
-            the optimizer's is ignored. None leaves a variable as it is.
+        gradients: One for each variable, from ``GradientAccumulator.reduce``. They carry no loss
+            scale; the scale of the optimizer is ignored. None leaves a variable as it is.
         variables: The variables, in the same order.
-        where: Whether to update, a bool scalar; None: yes. If not, no slot and no counter changes.
+        where: Whether to update, a bool scalar; None means yes. Without an update no slot and no
+            counter changes.
 
     Raises:
-        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``; no gradient.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or there
+            is no gradient.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
     Example:

@@ -50,7 +50,7 @@ class ShardIterator(Iterator[Shard]):
         return iterator
 
     def close(self) -> None:
-        """Ends the pass and its threads, whatever else has a reference to it: it has no batch left.
+        """Ends the pass and its threads, even if other code refers to it; no batch is left then.
 
         Waits for the batch that is being made.
         """
@@ -110,7 +110,7 @@ class ShardIterator(Iterator[Shard]):
         return self.cut.to_batch(element)
 
     def get_next_as_optional(self) -> NextBatch:
-        """Returns the next batch if there is one: ``has_value()`` tells, ``get_value()`` has it."""
+        """Returns the next batch if there is one: see ``has_value()`` and ``get_value()``."""
         return NextBatch(self.source.get_next_as_optional(), self.cut)
 
     def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Untyped]]:

@@ -53,15 +53,15 @@ def distribute_dataset(
     """Cuts each global batch of a dataset into one shard per replica.
 
     Each example of a global batch is on exactly one replica, in the partial last batch too. No
-    shard is empty, except in a batch with fewer examples than replicas: there a loop of your own
-    sees one example on the first replicas and none on the others, as TensorFlow cuts. The steps of
-    this library compute such a batch whole on every replica, and count each example once.
+    shard is empty, except in a batch with fewer examples than replicas. Of such a batch a loop of
+    your own sees one example on each of the first replicas and none on the others, as TensorFlow
+    cuts. The steps of this library compute it whole on every replica, and count each example once.
 
     Several workers run the same pipeline, and each takes its examples of each batch. So the dataset
     must yield the same batches on all of them: give ``shuffle`` a seed. Workers compare them.
 
-    The ``run`` of this strategy object becomes a method of this library, if ``create_strategy`` has
-    not done so before. It runs what TensorFlow's does, and tells ``tmg.rows`` which batch it got.
+    This replaces the method ``run`` of the strategy object, unless ``create_strategy`` has done so.
+    The new ``run`` calls TensorFlow's, and lets ``tmg.rows`` know which batch it got.
 
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
@@ -75,24 +75,27 @@ def distribute_dataset(
             ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
             as convolution and batch normalization. Every replica then holds all examples, and each
             counts ``row_weight(batch)``.
-        prefetch_to_device: Copy shards to the replicas ahead of time. None: if a replica is not on
-            a CPU, except with finite data over several workers.
+        prefetch_to_device: Whether to copy shards to the replicas ahead of time. None copies if a
+            replica is not on a CPU, but not finite data over several workers.
         preprocess: A function ``f(example)`` or ``f(example, seed)`` that makes an example ready,
             as in ``tf.data``'s ``map``. ``dataset`` then yields single examples that cost little (a
-            number, a file name, a record). Batches of ``batch_size`` are formed of them, and each
-            process preprocesses its own rows alone, in parallel. ``seed`` is an int64 tensor of
+            number, a file name, a record). They are grouped into batches of ``batch_size``, and
+            each process preprocesses only its own rows, in parallel. ``seed`` is an int64 tensor of
             shape ``[2]`` for the ``stateless`` functions of TensorFlow. It follows from the seed of
             the run and the numbers of the pass and of the row, on any number of replicas.
         seed: The seed of the run for ``preprocess``. None: ``keras.utils.set_random_seed`` decides.
 
     Returns:
-        A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
-        ``step(batch)`` or ``strategy.run(fn, args=(batch,))``, its ``iter()`` to ``step.run``.
-        ``next(iterator)`` and ``for batch in data`` also work inside a ``tf.function``.
+        A ``ShardedDataset``; each loop over it is a new pass. A batch has the structure of the
+        dataset's elements. Give it to ``step(batch)`` or ``strategy.run(fn, args=(batch,))``, and
+        ``iter()`` of the dataset to ``step.run``. ``next(iterator)`` and ``for batch in data`` also
+        work inside a ``tf.function``.
 
     Raises:
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
-            tensors differ in their number of rows. Later: the workers read different data.
+            tensors differ in their number of rows; or an argument does not fit. Later: the workers
+            read different data.
+        TypeError: ``seed`` is not a whole number.
 
     Example:
         >>> import numpy as np, tfmultigpu as tmg

@@ -18,9 +18,9 @@ _PARTS = 2**20  # Fractional shares are rounded to this many parts.
 def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]:
     """Divides the examples of a global batch over replicas in proportion to their capacities.
 
-    It uses the method of largest remainders: every replica gets its proportional share, rounded
-    down, and the examples left over go to the largest fractions. Every replica gets at least one
-    example while there are enough.
+    It uses the method of largest remainders (Hamilton): every replica gets its proportional share,
+    rounded down, and the examples left over go to the largest fractions. Every replica gets at
+    least one example while there are enough.
 
     Args:
         global_batch_size: Examples of one global batch, at least 1.

@@ -81,7 +81,7 @@ def to_examples(source: Data) -> Batches:
         raise DataError(
             "preprocess takes single examples: a tf.data.Dataset of them, or arrays.",
             type(source).__name__,
-            "Of an object with source[i] give the numbers, np.arange(len(source)), and read in "
+            "For an object with source[i] give the numbers, np.arange(len(source)), and read in "
             "preprocess: tf.numpy_function(lambda i: source[i], [number], dtype).",
         )
     return tf.data.Dataset.from_tensor_slices(tensors_of_arrays(source))
@@ -122,8 +122,8 @@ def tensors_of_arrays(data: Data) -> Data:
         raise DataError(
             f"The data cannot be distributed: {error}.",
             received,
-            "Give a tf.data.Dataset of global batches, arrays with batch_size, or of an iterable "
-            "of batches a function that returns it: lambda: it.",
+            "Give a tf.data.Dataset of global batches, or arrays with batch_size. For an iterable "
+            "of batches give a function that returns it: lambda: it.",
         ) from None
     leaves = tensors_of(arrays)
     shapes = [tuple(leaf.shape) for leaf in leaves]

@@ -204,7 +204,8 @@ def _checked_sizes(
     sizes = tuple(memory) if isinstance(memory, Sequence) else (memory,) * parts
     if len(sizes) != parts:
         raise ValueError(
-            f"{call} has {len(sizes)} memory limits for {parts} parts. Give one for all, or each."
+            f"{call} has {len(sizes)} memory limits for {parts} parts. Give one for all parts, or "
+            "one for each."
         )
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < _MIB:

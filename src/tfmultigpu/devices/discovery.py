@@ -90,6 +90,9 @@ def logical_to_physical() -> dict[str, str]:
     the physical `GPU:1` is the logical `GPU:0`. Hidden devices are left out. TPU cores appear once
     TensorFlow lists them.
 
+    Returns:
+        The name of the physical device for the name of each logical one.
+
     Example:
         >>> list(logical_to_physical().values())[0]
         'CPU:0'
@@ -113,6 +116,9 @@ def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
 
     Args:
         kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
+
+    Returns:
+        The names in TensorFlow's order.
 
     Example:
         >>> list_logical_devices("CPU")[0]

@@ -67,7 +67,7 @@ def resolve_devices(
         )
     missing = [name for name in names if name not in here]
     if missing:
-        text = f"{listed(names)}, but not here: {listed(missing)}"
+        text = f"{listed(names)}, but this machine does not have {listed(missing)}"
         if not any(name.startswith("GPU:") for name in missing):
             no_gpu = None
         raise _not_found(text, missing, here, no_gpu)

@@ -18,10 +18,10 @@ from tfmultigpu.types import Function, KerasLayer, KerasModel, Nested, Tensor, U
 def synchronize_batch_norm(model: KerasModel) -> KerasModel:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
-    That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
-    as the models of ``keras.applications``. Moving statistics that differ between replicas become
-    the first one's. Steps made before notice at the next call; what Keras' own ``fit`` has compiled
-    does not change.
+    That is what ``BatchNormalization(synchronized=True)`` does, for models that you did not write,
+    such as the models of ``keras.applications``. If moving statistics differ between replicas, all
+    take the first replica's. Existing steps notice at their next call; functions that Keras'
+    own ``fit`` has compiled do not change.
 
     Args:
         model: A Keras model or layer, built or not. Layers inside layers are found too.
@@ -30,7 +30,7 @@ def synchronize_batch_norm(model: KerasModel) -> KerasModel:
         The same model.
 
     Raises:
-        TypeError: It is not a Keras model or layer.
+        TypeError: ``model`` is neither a Keras model nor a layer.
         TfMultiGpuError: Keras does not run on TensorFlow.
 
     Example:

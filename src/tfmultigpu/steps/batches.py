@@ -150,8 +150,8 @@ class BatchFunction:
         if tf.inside_function():
             raise DataError(
                 "Inside a tf.function the step does not know how many rows the global batch has.",
-                "a batch that was an argument of the function, or one of TensorFlow's own "
-                "iterator, as of strategy.experimental_distribute_dataset",
+                "a batch that was an argument of the function, or that TensorFlow's own iterator "
+                "yielded, such as one of strategy.experimental_distribute_dataset",
                 "Write iterator = iter(tmg.distribute_dataset(dataset, strategy)), pass it into "
                 "the function, and call step(next(iterator)) there; or call step(batch) outside.",
             )
@@ -210,7 +210,7 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
             f"a call {'on a replica' if in_replica else 'in the scope'} of "
             f"{type(current).__name__} with {current.num_replicas_in_sync} replica(s), of a step "
             f"for {type(strategy).__name__} with {strategy.num_replicas_in_sync}",
-            "Call step(batch) beside strategy.run, outside of the scope of another strategy.",
+            "Call step(batch) outside of strategy.run, and of the scope of another strategy.",
         )
 
 

@@ -29,8 +29,8 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
 
     Args:
         *steps: Steps of ``make_train_step`` for the same strategy, such as the steps of a
-            discriminator and a generator; one that takes each batch several times is there as
-            often.
+            discriminator and a generator. Give a step several times if it takes each batch several
+            times.
         names: A name for each step, which its logs begin with; None means the names of the
             models, or ``"step1"``, ``"step2"`` if these are not different.
 
@@ -39,8 +39,8 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
         logs of each step, as ``"NAME_loss"``.
 
     Raises:
-        TypeError: Something is not a train step, there are none, or they have several strategies.
-        ValueError: There is another number of names, or a name is given twice.
+        TypeError: An argument is not a train step, there is no step, or the strategies differ.
+        ValueError: There is not one name for each step, or a name is given twice.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -63,7 +63,7 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     chosen = tuple(names or (own if len(set(own)) == len(own) else numbered))
     if not len(set(chosen)) == len(chosen) == len(steps):
         raise ValueError(
-            "There is one name, another one, for each step. Received: "
+            "Each step needs a name of its own. Received: "
             f"names={names!r} for {len(steps)} step(s). Write names={numbered}."
         )
     return ChainedStep(dict(zip(chosen, steps, strict=True)))

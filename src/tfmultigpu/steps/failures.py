@@ -81,8 +81,8 @@ def _explain(
             return known.as_error(LossError, error.message)
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
-            "Two strategies over different devices have added by TensorFlow's collectives: it "
-            "aborts both, and whatever else adds so, until the process restarts.",
+            "Two strategies over different devices have used TensorFlow's collectives. TensorFlow "
+            "then aborts both, and all others that use them, until the process restarts.",
             "",
             "Restart, and make the strategies with tmg.create_strategy(devices=...), which avoids "
             "that.",

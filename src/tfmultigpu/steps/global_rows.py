@@ -37,8 +37,8 @@ def standing_at(rows: Rows) -> Iterator[None]:
 def rows() -> Rows:
     """Returns which rows of the global batch this replica has.
 
-    Call it in a loss or in ``forward`` of a step; in a loop of your own in the function given to
-    ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
+    In a step, call it in a loss or in ``forward``. In a loop of your own, call it in the function
+    given to ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
 
     Returns:
         ``first``, ``count`` and ``total``, int64 scalars: the number of the first row, the rows
@@ -64,8 +64,8 @@ def rows() -> Rows:
 def gather_rows(tensor: Tensor) -> Nested:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
-    For a loss that compares the examples of a batch. Call it where ``rows`` can be called. The
-    tensor is sent once forward and once backward, so gather embeddings or sums, not images.
+    Use it in a loss that compares the examples of a batch. Call it where ``rows`` can be called.
+    The tensor is sent once forward and once backward, so gather embeddings or sums, not images.
 
     Args:
         tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested
@@ -75,7 +75,7 @@ def gather_rows(tensor: Tensor) -> Nested:
         A tensor, or a structure of them, with the rows of the global batch.
 
     Raises:
-        LossError: The batch is not known, with micro-batches, or of something that has other rows
+        LossError: The batch is not known, the step has micro-batches, or the tensor has other rows
             than the batch.
         RuntimeError: TensorFlow's, in a ``tf.function``, ``tf.cond`` or loop inside the loss.
 

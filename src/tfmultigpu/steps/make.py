@@ -62,23 +62,23 @@ def make_train_step(
         loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
             dict or list of them for several outputs; ``tmg.steps.Objective`` adds loss weights and
             metrics with sample weights. None with ``forward``.
-        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        strategy: The strategy; None: ``tf.distribute.get_strategy()``.
         metrics: Keras metrics created in the scope, for several outputs a dict by output. Their
             states are added over replicas, so a metric of your own must keep sums and counts.
         micro_batches: Into how many parts each replica's shard is cut, to save memory. Layers that
-            look at a whole batch (BatchNormalization) or count calls see each part. Of a number
-            for each replica all take the largest.
+            look at a whole batch (BatchNormalization) or count calls see each part. If you give a
+            number for each replica, all take the largest.
         forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
-        shard_update: Whether each variable is updated by one replica, which keeps its optimizer
-            state, and then copied: True, False, or ``"auto"`` where it is known to be faster.
+        shard_update: Whether one replica updates each variable, keeps its optimizer state, and
+            copies it to the others: True, False, or ``"auto"``, if it is known to be faster.
         jit_compile: Compile forward and backward with XLA.
         variables: The variables to train, of the model; None means all its trainable ones.
-        verify: When to hold a step to what one device computes on the same global batch, and warn
-            of what differs: ``"first"`` (the first batch, and the first that does not divide
-            evenly), True for every step, False, or ``"gradients"``, element by element.
+        verify: When to compare a step with what one device computes on the same global batch, and
+            warn about a difference: ``"first"`` (the first batch, and the first that does not
+            divide evenly), True for every step, False, or ``"gradients"``, element by element.
         features: Further ``tmg.steps.Feature`` objects. They see the gradient after clipping.
 
     Returns:
@@ -86,7 +86,8 @@ def make_train_step(
         ``"loss"``, what one device would report, regularisation included; ``"weight"``, what its
         sum was divided by (with several outputs: the number of rows); ``"gradient_norm"``, before
         clipping; ``"skipped"``, 1 if loss scaling skipped the update; ``"loss_scale"``; and for
-        each of several outputs ``"NAME_loss"`` and ``"NAME_weight"``.
+        each of several outputs ``"NAME_loss"`` and ``"NAME_weight"``. All are float32 scalars;
+        ``run`` adds ``"steps"``, an int64 scalar.
 
     Raises:
         ScopeError: Model, optimizer or a metric was created outside the scope.
@@ -96,7 +97,7 @@ def make_train_step(
         ClusterError: Workers have different programs; here or at the first step.
 
     Warns:
-        ReplicaDependenceWarning: A verified step computed something else than one device would.
+        ReplicaDependenceWarning: A verified step computed something else than one device does.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -164,7 +165,7 @@ def make_eval_step(
     """Makes a step that computes loss and metrics without training.
 
     Args:
-        model: The model; this and all that follows as for ``make_train_step``.
+        model: The model. All arguments are as for ``make_train_step``.
         loss: The loss; None for metrics alone.
         strategy: The strategy.
         metrics: Keras metrics.
@@ -172,7 +173,7 @@ def make_eval_step(
         verify: ``"first"``, True or False.
 
     Returns:
-        The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
+        The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, float32 scalars, and
         ``logs = step.run(iterator, steps)``, whose loss is the mean over all rows seen.
 
     Raises:
@@ -203,7 +204,7 @@ def make_predict_step(
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
     Args:
-        model: The model; this and all that follows as for ``make_train_step``.
+        model: The model. All arguments are as for ``make_train_step``.
         strategy: The strategy.
         verify: ``"first"``, True or False; predictions are compared row by row.
 

@@ -169,8 +169,8 @@ def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Te
     weights = [term.weight for term in pick(terms, layout.measured)]
     if weights and values and present(tf.gradients(weights, list(values))):
         raise LossError(
-            "What the loss is divided by depends on trained variables, and a step differentiates "
-            "the sum alone.",
+            "The weight that divides the loss depends on trained variables, and a step "
+            "differentiates only the sum.",
             "a weight that has a gradient",
             "Write tf.stop_gradient(weight) if it is to be a constant; else divide by the sum "
             "over all replicas: total = tf.reduce_sum(tmg.gather_rows(weights)); "
@@ -215,7 +215,7 @@ def _check_variables(
     if strange or not chosen:
         raise ValueError(
             "variables must hold variables of the model that the step is made for. Received: "
-            f"{strange or 'no variable'}. Several models are attributes of one keras.Model."
+            f"{strange or 'no variable'}. Make several models attributes of one keras.Model."
         )
     return tuple(chosen.values())
 
@@ -225,8 +225,8 @@ def _term_of_output(output: Output) -> LossTerm:
         raise LossError(
             "There is a loss but no labels.",
             f"y=None{'' if output.name is None else f' of output {output.name!r}'}",
-            "Give batches (x, y) or (x, y, sample_weight), tuples, for a list is x alone; or, for "
-            "a loss without labels, forward=f(model, batch, training).",
+            "Give batches (x, y) or (x, y, sample_weight) as tuples, because a list is x alone; "
+            "or, for a loss without labels, forward=f(model, batch, training).",
         )
     term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
     return dataclasses.replace(term, name=output.name, factor=output.factor)

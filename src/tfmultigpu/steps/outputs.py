@@ -63,7 +63,7 @@ def match_outputs(
     factors = [1.0 if factor is None else factor for factor in factors]
     if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise LossError(
-            "loss_weights are numbers, which a step takes in once.",
+            "loss_weights are numbers, which a step reads once.",
             repr(factors),
             "For a weight that changes write forward=f(model, batch, training), which reads a "
             "variable.",

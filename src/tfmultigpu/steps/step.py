@@ -22,7 +22,14 @@ class Step:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Shard, *more: object) -> Nested:
-        """Computes one batch: an element of a distributed dataset, or a whole global batch.
+        """Computes one batch.
+
+        Args:
+            batch: An element of a distributed dataset, or a whole global batch, which is cut here.
+            *more: None may be given; they are named in the error.
+
+        Returns:
+            The logs, by name, as the function that made the step says; or the predictions.
 
         Raises:
             TypeError: It is called with several arguments.
@@ -92,12 +99,13 @@ class Looped:
             steps: How many, at least 1.
 
         Returns:
-            Logs, with ``"steps"``, how many ran, int64: fewer where the data ended. Losses are
-            means over these steps; weights and ``"skipped"`` are sums, the rest is of the last
-            step.
+            The logs, with ``"steps"``, an int64 scalar: how many ran, fewer if the data ended.
+            Losses are means over these steps, each by its own weight. Weights and ``"skipped"``
+            are sums. The rest describes the last step.
 
         Raises:
-            DataError: It is another iterator, or for another strategy; or a batch has no rows.
+            DataError: ``iterator`` is not an iterator, or is for another strategy; or a batch has
+                no rows.
             ValueError: ``steps`` is less than 1.
         """
         return self.runner.run(iterator, steps)[0]

@@ -122,7 +122,7 @@ class Shards(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a replica gives for some rows. Only tensors: it can be added, looped and compiled.
+    """What a replica returns for some rows: only tensors, so it can be added, looped and compiled.
 
     Attributes:
         gradients: For each target of the backward pass, for each trained variable: the gradient of

@@ -40,6 +40,21 @@ def plan_strategy(
 
     Starts no device and changes nothing. Print the plan to read it.
 
+    Args:
+        prefer: As for ``create_strategy``, like all other arguments.
+        devices: Names of devices, or a count.
+        communication: How replicas add gradients.
+        cluster: A ``tmg.workers.Cluster``; None to read the environment.
+
+    Returns:
+        The plan. Requests that this machine cannot meet are in ``plan.unmet``.
+
+    Raises:
+        ClusterError: The description of the cluster is wrong.
+        DeviceNotFoundError: A device does not exist.
+        StrategyUnavailableError: The arguments contradict each other.
+        ValueError: An argument is not one of the choices.
+
     Example:
         >>> plan_strategy(prefer="one_device").num_replicas
         1
@@ -59,8 +74,8 @@ def create_strategy(
     """Creates the strategy for the devices of this machine.
 
     The order is: a TPU that answers; the workers of a cluster that the environment describes; all
-    GPUs, mirrored; one GPU; the CPU. ``prefer`` starts further down. Several logical CPUs are used
-    only on request.
+    GPUs, mirrored; one GPU; the CPU. ``prefer`` starts at a later one. Several logical CPUs are
+    used only on request.
 
     Args:
         prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.

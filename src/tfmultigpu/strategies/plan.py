@@ -48,10 +48,10 @@ class StrategyPlan:
         kind: ``"tpu"``, ``"multi_worker"``, ``"mirrored"`` or ``"one_device"``.
         devices: The devices of this process; for a TPU its address.
         num_replicas: The number over all workers; None for a TPU that is not connected.
-        reason: Why this kind.
-        rejected: For each other kind, why not.
+        reason: Why this kind was chosen.
+        rejected: For each other kind, why it was not chosen.
         communication: How the strategy adds over replicas; ``"none"`` for one replica.
-        communication_reason: Why this way.
+        communication_reason: Why it adds this way.
         unmet: The requests that this machine cannot meet, each with its reason.
     """
 

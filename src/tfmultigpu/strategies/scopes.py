@@ -56,8 +56,8 @@ def refuse_legacy_keras(*given: object) -> None:
                     "This library trains models of Keras 3, and tf_keras is Keras 2: the two do "
                     "not mix.",
                     f"an object of tf_keras, {getattr(part, '__name__', type(part).__name__)!r}",
-                    "Write import keras, and keras in place of tf_keras; tf.keras is Keras 3 too "
-                    "where TF_USE_LEGACY_KERAS is not set before TensorFlow is imported.",
+                    "Write import keras, and keras in place of tf_keras; tf.keras is Keras 3 too, "
+                    "unless TF_USE_LEGACY_KERAS is set before TensorFlow is imported.",
                 )
 
 

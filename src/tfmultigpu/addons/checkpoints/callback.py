@@ -97,8 +97,8 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
             raise CheckpointError(
                 "Checkpoints hold one fit.",
                 "another call of fit",
-                "To resume the first, call checkpoints.restore() again. Just before a second one "
-                "write, and restore, tmg.Checkpoints(another_directory, model, model.optimizer).",
+                "To resume the first, call checkpoints.restore() again. Before a second fit make "
+                "tmg.Checkpoints(another_directory, model, model.optimizer) and restore it.",
             )
         if self._stored is None:
             epoch = asked.first_epoch + self._run.epoch

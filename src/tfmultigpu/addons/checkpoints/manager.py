@@ -66,7 +66,7 @@ class Checkpoints:
         Args:
             directory: A directory for this run alone, created by the first save.
             model: A Keras model.
-            optimizer: Its Keras optimizer; None saves none, which ``fit`` refuses.
+            optimizer: Its Keras optimizer; None leaves it out, which ``fit`` refuses.
             data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
                 int) that returns such an argument. Each run must yield the same batches.
             keep: The number of newest checkpoints to keep.

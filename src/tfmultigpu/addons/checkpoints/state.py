@@ -198,7 +198,7 @@ class RunVariables:
                 "The training changes variables that the checkpoint would not hold.",
                 f"{len(names)} variables {names[:3]}",
                 "Write tmg.Checkpoints(directory, model, model.optimizer), or for several models "
-                "train_step=step; of a SeedGenerator or a metric outside of the models, "
+                "train_step=step; for a SeedGenerator or a metric outside of the models, "
                 'extra={"seeds": [seeds.state]}.',
             )
 

@@ -43,11 +43,16 @@ def check_links(devices: Sequence[str] | None = None, *, seconds: float = 15.0) 
     """Tests the links between devices: copies known bytes, and adds powers of two each way.
 
     Args:
-        devices: Their names; None takes all GPUs. CPUs are made by ``split_device``.
-        seconds: The limit of each test.
+        devices: The names of logical devices, also of CPUs; None means all GPUs.
+        seconds: The limit of each test, in seconds.
 
     Returns:
         The report: a finding for each test that fails, and the milliseconds of the others.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.diagnostics.check_links(["CPU:0"]).codes
+        ('no-links',)
     """
     names = devices or [device.name for device in list_devices("GPU")]
     title = f"tfmultigpu doctor --links: {len(names)} device(s)"

@@ -59,8 +59,8 @@ def explain(
 
     Args:
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
-            models, optimizers and strategy. Of a step that has run once, variables on one device
-            that each replica copies in each step are reported too.
+            models, optimizers and strategy. If the step has run once, the report also names the
+            variables on one device that each replica copies in each step.
         optimizer: Its optimizer; None takes the compiled one.
         dataset: A ``tf.data.Dataset`` of global batches, or the result of ``distribute_dataset``;
             other data is not read.

@@ -145,8 +145,8 @@ def not_ending_the_epoch(function: Callable[..., _Result], *args: object) -> _Re
         return function(*args)
     except (StopIteration, tf.errors.OutOfRangeError) as error:
         raise RuntimeError(
-            f"A callback or the data raised what ends an epoch without a word: {error!r}. To stop, "
-            "set model.stop_training = True."
+            "A callback or the data raised an error with which Keras silently ends an epoch: "
+            f"{error!r}. To stop, set model.stop_training = True."
         ) from error
 
 

@@ -101,7 +101,7 @@ def source_of(
     if y is not None and isinstance(data, tuple):
         raise DataError(
             "A tuple is (x, y), so it holds labels already.",
-            f"a tuple of {len(data)} beside y",
+            f"a tuple of {len(data)}, and y",
             f"Write tmg.{function}(model, (x, y)); or, for several inputs, tmg.{function}(model, "
             "[first, second], y).",
         )

@@ -18,7 +18,7 @@ from tfmultigpu.types import KerasModel, Options
 def prepare(model: KerasModel, **options: object) -> ExitStack:
     """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run ``tmg``'s.
 
-    For code that calls these methods itself: a tuner, a callback that calls
+    Use it for code that calls these methods itself: a tuner, a callback that calls
     ``self.model.evaluate``, a notebook. They take the arguments of Keras and return what Keras
     returns. Other models, also clones of this one, are not changed, nor is any class.
 
@@ -28,13 +28,13 @@ def prepare(model: KerasModel, **options: object) -> ExitStack:
             ``clip_norm`` or ``forward``; ``verify`` applies to all three.
 
     Returns:
-        What undoes it: ``close()``, or the end of a ``with`` block. What was prepared last is
-        undone first.
+        An object that undoes this, by ``close()`` or at the end of a ``with`` block. The last
+        preparation is undone first.
 
     Raises:
-        LossError: The class of the model has replaced one of the methods, which would be passed
-            over.
-        TypeError: It is not a model, or an option is unknown.
+        LossError: The class of the model has replaced one of the methods, which would then not be
+            called.
+        TypeError: ``model`` is not a model, or an option is unknown.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg

@@ -79,7 +79,7 @@ class Program:
         beside = [name for name, value in options_of_step.items() if value != _DEFAULTS[name]]
         if step is not None and beside:
             raise ValueError(
-                f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
+                f"A step has its own options. Received: {beside[0]} and a step. Give it to "
                 "tmg.make_train_step, or leave out the step."
             )
         for name, made in (("step", step), ("eval_step", eval_step)):

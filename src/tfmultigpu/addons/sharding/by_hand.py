@@ -19,11 +19,12 @@ from tfmultigpu.types import Scalar
 class LayersByHand(Feature):
     """Computes each layer where its weights are, for layers that were built under ``tf.device``.
 
-    Forward, backward and update: by itself TensorFlow would compute all on the first device.
+    That holds for forward pass, backward pass and update. By itself TensorFlow would compute all of
+    them on the first device.
 
     Args:
-        pipeline: With ``micro_batches=n`` in ``make_train_step``: whether as many of them are
-            computed at one time as there are devices, and one more.
+        pipeline: Whether devices overlap, with ``micro_batches=n`` in ``make_train_step``: as many
+            micro-batches are computed at one time as there are devices, and one more.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg

@@ -78,9 +78,9 @@ class _Loads:
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
-                "The workers shard other variables.",
+                "The workers would shard different variables.",
                 f"at_least={[int(one) for one in counts[:, 0]]}, by worker",
-                "Give all the same.",
+                "Give all workers the same at_least.",
             )
         self.bytes = [int(one) for one in alive.max(axis=0)]
         least = tuple(float(one) for one in memory.min(axis=0))
@@ -124,7 +124,7 @@ _loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
 def sharded_variables(
     *, at_least: int = AT_LEAST, memory: Mapping[str, float] | None = None
 ) -> Iterator[None]:
-    """Has each large trainable variable live on one device alone, for models too large for one.
+    """Keeps each large trainable variable on one device only, for models too large for a device.
 
     Enter it inside the scope of the strategy, and create the model in it. All replicas read such
     a variable from its device. A train step adds its gradients there and updates it there, with
@@ -138,13 +138,13 @@ def sharded_variables(
 
     Args:
         at_least: Bytes from which a variable is large.
-        memory: Bytes by device name; of several workers the least counts. None: the memory limits
-            of the devices, or what the driver tells; if unknown, as for CPUs, equal parts.
+        memory: Bytes by device name; if workers differ, the least counts. None: the memory limits
+            of the devices, or what the driver reports; if unknown, as for CPUs, equal parts.
 
     Raises:
-        ScopeError: Not in the scope of a strategy.
+        ScopeError: It is entered outside the scope of a strategy.
         TfMultiGpuError: The strategy is not a mirrored one.
-        DataError: ``memory`` does not fit the devices; or, later, the variables do not.
+        DataError: ``memory`` does not fit the devices; or, later, the variables do not fit.
         ClusterError: The workers give another ``at_least``, or later create other variables.
 
     Example:

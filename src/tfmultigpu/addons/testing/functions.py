@@ -5,7 +5,7 @@
     compare the values, by name
 
 Nothing is known of the training but what it returns: so a loop by hand, or another library, can be
-held to one device.
+compared with one device.
 """
 
 from __future__ import annotations

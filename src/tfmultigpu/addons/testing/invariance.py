@@ -91,7 +91,7 @@ def assert_replica_invariant(
         shares: Relative share of each global batch per replica.
         tolerance: Largest difference: absolute for values below one, relative above.
         tolerances: Larger ones for quantities whose name contains a text: ``{"Adam": 1e-5}``.
-        predict: Compare evaluation and predictions, too.
+        predict: Whether to compare evaluation and predictions too.
         options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``.
 
     Returns:

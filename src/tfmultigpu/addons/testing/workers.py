@@ -73,6 +73,9 @@ def run_workers(
         timeout: Seconds until all must have ended.
         environment: Further environment variables.
 
+    Returns:
+        The result of each worker, in their order.
+
     Raises:
         WorkerFailedError: A worker failed or did not end in time; the others are stopped.
         ValueError: ``workers`` is below 1, or a worker cannot import the function.

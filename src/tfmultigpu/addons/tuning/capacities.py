@@ -39,9 +39,9 @@ def memory_capacities(
         ``plan_shares``.
 
     Raises:
-        DataError: On this worker or another, the memory of a device is unknown. It is for a CPU,
-            for a GPU without the extra ``nvml``, and for a GPU whose memory TensorFlow has taken
-            whole. Or ``memory`` does not fit the devices.
+        DataError: The memory of a device of this worker or another is unknown: of a CPU, of a GPU
+            without the extra ``nvml``, or of a GPU whose memory TensorFlow has taken whole. Or
+            ``memory`` does not fit the devices.
 
     Example:
         >>> import tfmultigpu as tmg

@@ -41,12 +41,12 @@ class StepProfile:
         steps: Number of timed steps.
         replicas: Number of replicas, of all workers.
         examples: Examples in a global batch, the mean.
-        first: The first step; of a new step, with building, tracing and compiling.
+        first: The first step; if the step is new, it includes building, tracing and compiling.
         input: The wait for the next batch.
         call: A call of the step, until its loss is known on the host.
         host: The part of input and call that ``step.run`` saves, with several steps in a call.
-        all_reduce: Adding tensors like the gradients over the replicas, by itself. In a step it
-            may overlap with the backward pass. 0 for one replica.
+        all_reduce: The addition of tensors like the gradients over the replicas, by itself. In a
+            step it may overlap with the backward pass. 0 for one replica.
     """
 
     steps: int
@@ -95,8 +95,8 @@ def profile_step(
 ) -> StepProfile:
     """Measures a train step: its input, its call, its all-reduce, its first call.
 
-    Trains real steps: one at a time, then as many with several in a call. Under several workers
-    all must call it.
+    Trains real steps: first one in each call, then as many with several in a call. All workers
+    must call it.
 
     Args:
         step: The result of ``make_train_step`` or ``chain_steps``.

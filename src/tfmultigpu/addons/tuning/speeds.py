@@ -35,7 +35,7 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
         repeats: Number of measurements, at least 1; the fastest counts.
 
     Returns:
-        Examples per second for each replica, the same on all workers.
+        Examples per second for each replica, floats, the same on all workers.
 
     Raises:
         DataError: The batch is not a whole batch of tensors or arrays, has fewer than four examples

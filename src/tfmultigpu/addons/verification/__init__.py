@@ -1,4 +1,4 @@
-"""Verification: a step held to what one device computes on the same global batch."""
+"""Verification: a step compared with what one device computes on the same global batch."""
 
 from tfmultigpu.addons.verification.compare import Verification
 from tfmultigpu.addons.verification.verify import Verify

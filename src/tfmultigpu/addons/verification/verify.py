@@ -309,9 +309,9 @@ def _warn_of(outcome: Verification) -> None:
         warn(str(outcome), ReplicaDependenceWarning)
     elif outcome.reason:
         warn(
-            f"The step could not be held to one device: {outcome.reason}. A result that "
-            "depends on how the batch is cut would not be noticed. To leave the check out, "
-            "write verify=False.",
+            f"The step could not be compared with one device: {outcome.reason}. So a result that "
+            "depends on how the batch is cut would go unnoticed. To leave the check out, write "
+            "verify=False.",
             ReplicaDependenceWarning,
         )
 

@@ -14,8 +14,8 @@ from tfmultigpu.addons.workers.sources import cluster_from_environment
 def is_first() -> bool:
     """Returns whether this process is the first worker, which is also true if it trains alone.
 
-    For what one worker does for all, such as printing. Ask after ``create_strategy``. Steps,
-    evaluations, predictions and checkpoints have to be calls of all workers.
+    Use it for work that one worker does for all, such as printing. Ask after ``create_strategy``.
+    All workers must call steps, evaluations, predictions and checkpoints.
 
     Example:
         >>> import keras, tfmultigpu as tmg
@@ -33,11 +33,14 @@ def own_path(path: str | os.PathLike[str]) -> str:
     """Returns a path for this worker alone: ``path`` on the first worker, which keeps the file.
 
     The other workers get a path of the same name in a temporary folder, which is deleted at their
-    end. So all of them can call what writes a file, and each can read what it has written. It is
-    right for whatever saves a model: all workers take part, as some variables need.
+    end. So all workers can make a call that writes a file, and each can read what it has written.
+    Use it for each call that saves a model: some variables need all workers for that.
 
     Args:
         path: The path of a file or a folder, with or without Keras' ``{epoch}``.
+
+    Returns:
+        ``path`` itself, or a path in a temporary folder.
 
     Example:
         >>> import keras, tfmultigpu as tmg

@@ -62,8 +62,8 @@ class Feature:
             unique rows, a ``tf.IndexedSlices``. Else they get a tensor, which costs its size.
         colocates_gradients: Whether gradients are computed where the forward pass was.
         traces_once: Whether the function of a replica is traced once for all, if it can be.
-        loop: Runs the micro-batches after the first in another way than one after the other.
-        verification: What a feature that holds its step to one device has found.
+        loop: Runs the micro-batches after the first, if not one after the other.
+        verification: The result of a feature that compares its step with one device.
     """
 
     variables: Sequence[KerasVariable] = ()
@@ -107,7 +107,7 @@ class Feature:
         """Returns the function of one replica, compiled otherwise or placed elsewhere.
 
         Args:
-            replica: ``replica(shard, rows, state, factor, total, trace=trace)``, which gives a
+            replica: ``replica(shard, rows, state, factor, total, trace=trace)``, which returns a
                 ``Pass`` of tensors and changes no variable.
         """
         return replica
@@ -116,8 +116,8 @@ class Feature:
         """Returns the function of all replicas, cut into parts or looped.
 
         Args:
-            phase: ``phase(shards, trace)``, which gives a ``Pass`` for each replica; called beside
-                the replicas.
+            phase: ``phase(shards, trace)``, which returns a ``Pass`` for each replica; it is called
+                outside of replicas.
         """
         return phase
 
@@ -132,8 +132,8 @@ class Feature:
         """Returns the gradient of the global batch, clipped, changed or forbidden.
 
         Args:
-            gradient: As the features before this one have left it. Called once, or on each replica
-                where replicas share no memory: what is returned must be the same on all of them.
+            gradient: As the features before this one have left it. This hook is called once, or on
+                each replica if replicas share no memory; then all must return the same.
         """
         return gradient
 
@@ -148,13 +148,13 @@ class Feature:
         """Returns what takes its place in the same step on one device; None for nothing.
 
         Returns:
-            ``self`` if the feature keeps nothing of its step or needs just that: it is not bound
-            again. A new object is bound to the step on one device.
+            ``self``, which is not bound again, if the feature keeps nothing of its step, or needs
+            just what it keeps. A new object is bound to the step on one device.
         """
         return None
 
     def around_call(self, call: Call) -> Call:
-        """Returns one call of the step, verified or timed; ``call`` itself for no more of it.
+        """Returns a call that also verifies or times the step; ``call`` itself to add nothing.
 
         Args:
             call: From a batch to the logs, and the tally of each step of a chain.

@@ -6,11 +6,11 @@ from tfmultigpu.steps.features.feature import Feature
 
 
 class OneTrace(Feature):
-    """Has the function of a replica traced once, and called by all replicas.
+    """Traces the function of a replica once, and lets all replicas call it.
 
-    For many replicas of a deep model, which take minutes to their first step. Gradients of a
-    replica are then sent together, when its backward pass is over. Results are the same up to the
-    last bit; ``step.trace.why_each`` says why, if each replica needs a trace all the same.
+    Use it for many replicas of a deep model, which need minutes for their first step. A replica
+    then sends all its gradients together, after its backward pass. Results are the same up to the
+    last bit. If each replica needs a trace all the same, ``step.trace.why_each`` says why.
 
     Example:
         >>> import keras, tfmultigpu as tmg
