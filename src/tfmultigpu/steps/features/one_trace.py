@@ -8,9 +8,10 @@ from tfmultigpu.steps.features.feature import Feature
 class OneTrace(Feature):
     """Has the function of a replica traced once, and called by all replicas.
 
-    For many replicas of a deep model, which take minutes to their first step. Gradients of a
-    replica are then sent together, when its backward pass is over. Results are the same up to the
-    last bit; ``step.trace.why_each`` says why, if each replica needs a trace all the same.
+    For many GPUs and a deep model, which take minutes to their first step; on CPUs large models do
+    it by themselves. Gradients of a replica are then sent together, when its backward pass is over.
+    Results are the same up to the last bit; ``step.trace.why_each`` says why, if each replica needs
+    a trace all the same.
 
     Example:
         >>> import keras, tfmultigpu as tmg
