@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,9 @@ def measure(network: str, replicas: int, who: str) -> dict[str, Any]:
 
 def _peak_mib() -> int:
     """Returns the largest resident memory since the last call, in MiB."""
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")
-    return int(line.split()[1]) // 1024
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")  # Which resets it.
+    return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
 
 def build(network: str) -> Any:
