@@ -181,7 +181,16 @@ def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
     for new in graph.get_operations()[before:]:
         assigns = new.op_def.is_stateful and new.type != "ReadVariableOp"
         if new.type != "Placeholder" and (assigns or any(t.shape.rank != 0 for t in new.outputs)):
-            new._add_control_inputs([gate])
+            add_control_inputs(new, [gate])
+
+
+def add_control_inputs(operation: Any, others: Sequence[Any]) -> None:
+    """Has an operation of a graph wait for others that were made later.
+
+    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` reaches only what is
+    made in it.
+    """
+    operation._add_control_inputs(others)
 
 
 def clip_as_set(optimizer: KerasOptimizer, gradients: list[Tensor]) -> list[Tensor]:

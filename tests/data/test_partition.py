@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,12 +84,17 @@ def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int)
         assert {len(piece) for piece in pieces} <= {count // parts, -(-count // parts)}
 
 
+def halves(batch: Any) -> list[Any]:
+    offsets = partition.shard_offsets(count_rows(batch), (1, 1))
+    return partition.cut_rows(batch, offsets, (0, 1))
+
+
 def test_a_sparse_part_still_knows_its_columns() -> None:
     @tf.function(input_signature=[tf.SparseTensorSpec([None, 5, None, 3], tf.float32)])
     def shapes(batch: tf.SparseTensor) -> tf.Tensor:
-        for part in partition.cut_rows(batch, (1, 1), (0, 1)):
+        for part in halves(batch):
             assert part.shape.as_list() == [None, 5, None, 3]
-        return tf.stack([part.dense_shape for part in partition.cut_rows(batch, (1, 1), (0, 1))])
+        return tf.stack([part.dense_shape for part in halves(batch)])
 
     batch = tf.sparse.from_dense(np.ones((5, 5, 2, 3), "float32"))
     assert shapes(batch).numpy().tolist() == [[2, 5, 2, 3], [3, 5, 2, 3]]
@@ -100,7 +106,7 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
     )
     def cut(dense: tf.Tensor, sparse: tf.SparseTensor) -> list:
         assert check_rows_agree((dense, sparse))
-        first, second = partition.cut_rows((dense, sparse), (1, 1), (0, 1))
+        first, second = halves((dense, sparse))
         return first[0], second[0], tf.sparse.to_dense(second[1])
 
     first, second, sparse = cut(tf.range(5), tf.sparse.from_dense(tf.eye(5, dtype=tf.int32)))

@@ -110,3 +110,21 @@ def test_the_error_of_a_replica_is_not_lost() -> None:
     for _ in range(3):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
             step((X, Y))
+
+
+# Fails if the batch of a loop is gone with the error, which only a second run would show.
+def test_the_error_of_a_replica_is_not_lost_in_a_loop() -> None:
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
+        optimizer = keras.optimizers.SGD()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = tmg.make_train_step(
+        model, optimizer, loss, strategy, verify=False, features=[tmg.steps.OneTrace()]
+    )
+    labels = np.repeat([0, 99, 0], 4)
+    batches = iter(tmg.distribute_dataset((X[:12], labels), strategy, batch_size=4))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="99"):
+        step.run(batches, 3)
+    assert optimizer.iterations.numpy() == 1
+    assert int(step.run(batches, 3)["steps"]) == 1

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import Feature, OneTrace
+from tfmultigpu.steps import Feature, OneTrace, runner
 
 L = keras.layers
 FLOAT = {"dtype": "float64"}
@@ -166,10 +166,42 @@ def test_the_error_of_a_replica_is_not_lost() -> None:
     for _ in range(3):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
             step(batch)
+    # Of a loop, which has taken the batch from its data.
     step, data = step_of(), tmg.distribute_dataset(batch, strategy, batch_size=3)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+        step.run(iter(data), 2)
+
+
+def test_a_loop_whose_batch_is_not_kept_says_that_an_error_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replicas that share no memory would copy each batch to keep it."""
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
+        optimizer = keras.optimizers.SGD()
+    wrong = np.full((6,), 7)
+    step = tmg.make_train_step(
+        model, optimizer, "sparse_categorical_crossentropy", strategy, verify=False,
+        features=[OneTrace()],
+    )  # fmt: skip
+    data = tmg.distribute_dataset((X[:6, 0], wrong), strategy, batch_size=3)
+    monkeypatch.setattr(runner, "replicas_share_memory", lambda _: False)
     with pytest.raises((tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError)) as first:
         step.run(iter(data), 2)
     if not isinstance(first.value, tf.errors.InvalidArgumentError):
         assert "run it again" in str(first.value)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-            step.run(iter(data), 2)
+
+
+def test_one_trace_is_taken_by_itself_where_it_pays() -> None:
+    """That is: of a model of many variables, on CPUs, whose gradients need not be sent."""
+    strategy = tmg.create_strategy(devices=2)
+    for layers, why in ((3, "fewer than 30 variables"), (20, "")):
+        with strategy.scope():
+            dense = [L.Dense(4) for _ in range(layers)]
+            model = keras.Sequential([keras.Input((4,)), *dense])
+            optimizer = keras.optimizers.SGD()
+        step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+        step((X[:, 0], X[:, 1]))
+        assert why in step.trace.why_each
+        assert bool(why) == bool(step.trace.why_each)

@@ -71,20 +71,24 @@ class Cut:
 
     @property
     def function(self) -> Nested:
-        """The function that cuts a global batch into an element.
+        """The function that cuts a global batch into an element, whose rows it checks.
 
         The strategy keeps it: to trace it takes longer than a short epoch.
         """
 
         def cut(*element: Tensor) -> tuple[Tensor, ...]:
             # tf.data unpacks only tuples into arguments.
-            batch = checked_rows(element if type(self.element_spec) is tuple else element[0])
-            offsets = partition.shard_offsets(count_rows(batch), self.shares)
-            return self.flatten(partition.cut_rows(batch, self.shares, self.local), offsets)
+            batch = element if type(self.element_spec) is tuple else element[0]
+            return self.cut(checked_rows(batch))
 
         return attached(self.strategy).cuts.setdefault(
             (self, self.shares), tf.function(cut, autograph=False)
         )
+
+    def cut(self, batch: Shard) -> tuple[Tensor, ...]:
+        """Cuts a global batch, whose tensors have equally many rows, into an element."""
+        offsets = partition.shard_offsets(count_rows(batch), self.shares)
+        return self.flatten(partition.cut_rows(batch, offsets, self.local), offsets)
 
     def flatten(self, shards: list[Shard], offsets: Tensor) -> tuple[Tensor, ...]:
         """Returns the element that holds the local shards and the offsets of all shards."""

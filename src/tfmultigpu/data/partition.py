@@ -12,8 +12,10 @@ of users know nothing of such copies: see ``small_batches``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, tensors_of
@@ -25,7 +27,7 @@ def row_offsets(rows: Scalar, shares: Sequence[int]) -> Tensor:
     """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector."""
     parts = len(shares)
     rows = tf.cast(rows, tf.int64)
-    index = tf.range(parts + 1, dtype=tf.int64)
+    index = np.arange(parts + 1)
     if len(set(shares)) == 1:
         # With rows >= parts every part has a row.
         return rows * index // parts
@@ -44,7 +46,7 @@ def shard_offsets(rows: Scalar, shares: Sequence[int]) -> Tensor:
     rows, parts = tf.cast(rows, tf.int64), len(shares)
     if parts == 1:
         return tf.stack([tf.zeros_like(rows), rows])
-    copies = tf.pad(rows[None], [[parts, 0]])
+    copies = rows * np.repeat([0, 1], [parts, 1])
     return tf.where(rows < parts, copies, row_offsets(tf.maximum(rows, parts), shares))
 
 
@@ -67,12 +69,30 @@ def shard_weight(offsets: Tensor) -> Scalar:
     return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
 
 
-def cut_rows(batch: Shard, shares: Sequence[int], parts: Sequence[int]) -> list[Shard]:
-    """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch."""
-    if len(shares) == 1:
+def cut_rows(batch: Shard, offsets: Tensor, parts: Sequence[int]) -> list[Shard]:
+    """Returns some of the shards that ``shard_offsets`` are for, with memory of their own.
+
+    Into the memory of a slice TensorFlow 2.21 writes even where it is NumPy's, as of a batch that a
+    generator yields: the array of the user would change.
+    """
+    if offsets.shape[0] == 2:
         return [batch]
-    offsets = shard_offsets(count_rows(batch), shares)
-    return [slice_rows(batch, *shard_bounds(offsets, part), copied=True) for part in parts]
+    # Few operations: tf.data prepares each of them anew for every iterator.
+    starts = tf.unstack(offsets[:-1])
+    stops = tf.unstack(tf.where(are_copies(offsets), offsets[-1], offsets[1:]))
+    shards: list[Shard] = []
+    for part in parts:
+        cut = functools.partial(
+            _copied_rows, starts[part], stops[part], tf.range(starts[part], stops[part])
+        )
+        shards.append(tf.nest.map_structure(cut, batch))
+    return shards
+
+
+def _copied_rows(start: Scalar, stop: Scalar, rows: Tensor, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, tf.SparseTensor):
+        return slice_rows(tensor, start, stop)
+    return take_rows(tensor, rows)
 
 
 def cut_part(batch: Shard, parts: Scalar, part: Scalar) -> Shard:
@@ -97,12 +117,8 @@ def row_weight(rows: Scalar, parts: Scalar) -> Scalar:
     return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
 
 
-def slice_rows(batch: Shard, start: Scalar, stop: Scalar, *, copied: bool = False) -> Shard:
-    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch.
-
-    Copied, they have memory of their own. Into the memory of a slice TensorFlow 2.21 writes even
-    where it is NumPy's, as of a batch that a generator yields: the array of the user would change.
-    """
+def slice_rows(batch: Shard, start: Scalar, stop: Scalar) -> Shard:
+    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch."""
 
     def slice_tensor(tensor: Tensor) -> Tensor:
         if isinstance(tensor, tf.SparseTensor):
@@ -113,8 +129,6 @@ def slice_rows(batch: Shard, start: Scalar, stop: Scalar, *, copied: bool = Fals
             return _with_known_columns(tf.sparse.slice(tensor, begin, size), tensor)
         if tensor is None:
             return None
-        if copied:
-            return tf.gather(tensor, tf.range(start, stop))
         return tensor[start:stop]
 
     return tf.nest.map_structure(slice_tensor, batch)

@@ -177,7 +177,7 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any]
         with tf.control_dependencies(check_rows_agree(batch)):
             offsets = tf.identity(partition.shard_offsets(count_rows(batch), shares))
         with tf.control_dependencies([offsets]):
-            return partition.cut_rows(batch, shares, local_replicas(strategy)), offsets
+            return partition.cut_rows(batch, offsets, local_replicas(strategy)), offsets
 
 
 def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) -> Shards:

@@ -18,6 +18,7 @@ from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.types import KerasModel
 
 
 class OfReplicas(Protocol):
@@ -25,6 +26,7 @@ class OfReplicas(Protocol):
 
     strategy: tf.distribute.Strategy
     features: tuple[Feature, ...]
+    model: KerasModel
 
 
 def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
@@ -59,7 +61,7 @@ def traced_once(
         if result is not None:
             trace.note_known()
             return [result]
-    trace.why_each = trace.why_each or why_each(step.strategy, step.features)
+    trace.why_each = trace.why_each or why_each(step.strategy, step.features, step.model)
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)
         try:

@@ -7,6 +7,7 @@ and the sums of an epoch are views of the tallies.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -23,10 +24,12 @@ from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.kept_batch import KeptBatch
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
+from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Shard
 
@@ -73,6 +76,25 @@ class Computation(Protocol):
         """Returns a call with what watches it; ``call`` itself if nothing does."""
 
 
+@dataclasses.dataclass
+class _Loop:
+    """A compiled loop over batches.
+
+    Attributes:
+        kind: The kind of its iterator.
+        split: What cuts an element of it.
+        run: The function.
+        most: The most steps of one call.
+        kept: The batch that it computes, if one trace serves all replicas, whose error may be lost.
+    """
+
+    kind: Any
+    split: Split
+    run: Any = None
+    most: float = math.inf
+    kept: KeptBatch | None = None
+
+
 class Runner:
     """Runs a computation on batches.
 
@@ -93,7 +115,7 @@ class Runner:
         self.layouts: Mapping[str, Layout] = {}
         self.functions: dict[Hashable, BatchFunction] = {}
         self.function: BatchFunction = BatchFunction(self._trace, self.strategy)
-        self._loops: list[tuple[Any, Any, float]] = []
+        self._loops: list[_Loop] = []
         self._length = CallLength(self.strategy)
         self._key: Hashable = None
         self.touched = Touched()
@@ -203,8 +225,8 @@ class Runner:
         self._is_inside = tf.inside_function()
         if self._is_inside:
             with explaining_failures(self.strategy):
-                loop, _ = self._find(kind, split)
-                logs, vectors = loop(source, tf.cast(steps, tf.int64), *_vectors(done))
+                loop = self._find(kind, split)
+                logs, vectors = loop.run(source, tf.cast(steps, tf.int64), *_vectors(done))
             return dict(logs), self._tallies(vectors)
 
         ran = 0
@@ -213,12 +235,12 @@ class Runner:
                 done, ran = add(done, self.call(batch)[1]), ran + 1
                 continue
             with explaining_failures(self.strategy):
-                loop, most = self._find(kind, split)
+                loop = self._find(kind, split)
             # Ctrl-C is heard between calls.
-            asked = min(most, int(steps) - ran, self._length.steps)
+            asked = min(loop.most, int(steps) - ran, self._length.steps)
             began = time.perf_counter()
-            with explaining_failures(self.strategy), self._finding_lost_errors():
-                logs, vectors = loop(source, tf.cast(asked, tf.int64), *_vectors(done))
+            with explaining_failures(self.strategy), self._finding_lost_errors(loop):
+                logs, vectors = loop.run(source, tf.cast(asked, tf.int64), *_vectors(done))
                 done = self._tallies(vectors)
                 if ran + asked == steps:  # Reading logs waits for a GPU.
                     return dict(logs), done
@@ -229,14 +251,17 @@ class Runner:
         return logs_of(done), done
 
     @contextmanager
-    def _finding_lost_errors(self) -> Iterator[None]:
-        """Reports an error of a replica that TensorFlow has lost in a loop, whose batch is gone."""
+    def _finding_lost_errors(self, loop: _Loop) -> Iterator[None]:
+        """Computes the batch again of which TensorFlow has lost the error of a replica."""
         try:
             yield
         except tf.errors.CancelledError as error:
             if not self.trace.functions:
                 raise
             self._trace_for_each()
+            element = None if loop.kept is None else loop.kept.take()
+            if element is not None:
+                self._run(_batch_of(element, loop.split))  # Which raises what was lost.
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
                 "others were cancelled.",
@@ -249,10 +274,7 @@ class Runner:
         """Returns the next batch of an iterator, cut; None at the end of its data."""
         with explaining_failures(self.strategy):
             element = next(source, None)
-            if element is None:
-                return None
-            local, offsets = split(element)
-        return local[0], [tf.nest.flatten(shard) for shard in local], offsets
+            return None if element is None else _batch_of(element, split)
 
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
         """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
@@ -287,34 +309,44 @@ class Runner:
             )
         return iterator.source, iterator.cut, iterator.cut.split
 
-    def _find(self, kind: Any, split: Split) -> tuple[Any, float]:
-        """Returns the compiled loop for a kind of iterator, and the most steps of a call."""
-        for known, loop, most in self._loops:  # Specs of dicts compare but do not hash.
-            if known == kind:
-                return loop, most
+    def _find(self, kind: Any, split: Split) -> _Loop:
+        """Returns the compiled loop for a kind of iterator."""
+        for known in self._loops:  # Specs of dicts compare but do not hash.
+            if known.kind == kind:
+                return known
+        loop = _Loop(kind, split)
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        loop = self._compile(split).get_concrete_function(kind[-1], count, *vectors)
+        loop.run = self._compile(loop).get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
-        most = math.inf
         if len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync:
-            functions = loop.graph.as_graph_def().library.function
+            functions = loop.run.graph.as_graph_def().library.function
             if any(GATHERED in node.name for body in functions for node in body.node_def):
-                most = 1
-        self._loops.append((kind, loop, most))
-        return loop, most
+                loop.most = 1
+        self._loops.append(loop)
+        return loop
 
-    def _compile(self, split: Split) -> Any:
+    def _compile(self, loop: _Loop) -> Any:
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
-            _, added = self._trace(shards_of(self.strategy, *split(element)))
-            return _vectors(add(self._tallies(vectors), self._tallies(added)))
+            kept = KeptBatch(element)
+            _, added = self._trace(shards_of(self.strategy, *loop.split(kept.element)))
+            vectors = _vectors(add(self._tallies(vectors), self._tallies(added)))
+            if self.trace.functions and replicas_share_memory(self.strategy):
+                loop.kept = kept
+                return kept.until(vectors)
+            return vectors
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
             vectors = _loop_over(source, steps, step, vectors)
             return logs_of(self._tallies(vectors)), vectors
 
         return tf.function(run, autograph=False)
+
+
+def _batch_of(element: Any, split: Split) -> Batch:
+    local, offsets = split(element)
+    return local[0], [tf.nest.flatten(shard) for shard in local], offsets
 
 
 def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ runs on the device of its caller. So one trace serves all, and each replica give
     each replica:   function(own shard, own rows, ..., own copies of the variables)
 
 Of several functions that fail TensorFlow may lose the error, and report only that others were
-cancelled: a ``Runner`` then traces for each replica, and runs the batch again.
+cancelled: a ``Runner`` then traces for each replica, and runs the batch again. A call ends as a
+whole, so it is the default where gradients need not be sent.
 
 Replicas that add up something within the function, or do something else by their number, need a
 trace each: ``Trace.why_each`` says so.
@@ -30,8 +31,12 @@ from tfmultigpu._patch import patching, setting
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
+from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import KerasModel
 
+# A small step gains nothing, and a call costs each replica of it some 0.1 ms.
+PAYS_FROM_VARIABLES = 30
 _PACKAGE = str(Path(__file__).parents[1])
 # Files through which a question for the number of replicas passes.
 _PASSING = (_patch.__file__, inspect.getsourcefile(tf.distribute.ReplicaContext))
@@ -44,14 +49,14 @@ class NeedsEachError(Exception):
     """
 
 
-def why_each(strategy: tf.distribute.Strategy, features: Sequence[Feature]) -> str:
+def why_each(
+    strategy: tf.distribute.Strategy, features: Sequence[Feature], model: KerasModel
+) -> str:
     """Returns why each replica needs a trace of its own, as far as it is known before one.
 
     Returns:
         A reason, for a person; "" if one trace may serve all.
     """
-    if not any(feature.traces_once for feature in features):
-        return "no feature asks for one trace, as OneTrace does"
     replicas = len(local_replicas(strategy))
     if replicas == 1:
         return "this process has one replica"
@@ -64,6 +69,12 @@ def why_each(strategy: tf.distribute.Strategy, features: Sequence[Feature]) -> s
             return f"{type(feature).__name__} changes the function of each replica"
         if feature.colocates_gradients:
             return f"{type(feature).__name__} computes on several devices"
+    if any(feature.traces_once for feature in features):
+        return ""
+    if not replicas_share_memory(strategy):
+        return "gradients are sent while others are computed, unless OneTrace() is a feature"
+    if len(model.variables) < PAYS_FROM_VARIABLES:
+        return f"the model has fewer than {PAYS_FROM_VARIABLES} variables, so that it hardly pays"
     return ""
 
 
@@ -213,23 +224,24 @@ def _fit(args: Any, specs: Any) -> bool:
 
 def _call(function: Any, args: Any, captured: Sequence[Any]) -> Any:
     outputs = tf.raw_ops.StatefulPartitionedCall(
-        args=[*_tensors(args), *captured],
+        args=[*tensors_in(args), *captured],
         Tout=[tensor.dtype for tensor in function.outputs],
         f=function,
     )
-    return _packed(function.structured_outputs, outputs)
+    return packed(function.structured_outputs, outputs)
 
 
 def _specs_of(shards: Shards) -> tuple[Any, ...]:
     """Returns the type specs of the arguments: what the specs of all replicas have in common."""
     common: Any = None
     for local, rows, state in zip(shards.local, shards.rows, shards.state, strict=True):
-        specs = tf.nest.map_structure(_spec_of, (local, rows, state))
+        specs = tf.nest.map_structure(spec_of, (local, rows, state))
         common = specs if common is None else tf.nest.map_structure(_common, common, specs)
-    return (*common, _spec_of(shards.factor), _spec_of(shards.total))
+    return (*common, spec_of(shards.factor), spec_of(shards.total))
 
 
-def _spec_of(value: Any) -> Any:
+def spec_of(value: Any) -> Any:
+    """Returns the type spec of a value; None of None."""
     return None if value is None else tf.type_spec_from_value(value)
 
 
@@ -241,13 +253,14 @@ def _common(spec: Any, other: Any) -> Any:
     return common
 
 
-def _tensors(structure: Any) -> list[Any]:
+def tensors_in(structure: Any) -> list[Any]:
+    """Returns the tensors of a structure, without those that are None."""
     flat = tf.nest.flatten(structure, expand_composites=True)
     return [tensor for tensor in flat if tensor is not None]
 
 
-def _packed(structure: Any, tensors: Sequence[Any]) -> Any:
-    """Returns tensors in place of the tensors of a structure, in which None stays."""
+def packed(structure: Any, tensors: Sequence[Any]) -> Any:
+    """Returns tensors in place of the tensors of a structure, or of specs, in which None stays."""
     turn = iter(tensors)
     flat = tf.nest.flatten(structure, expand_composites=True)
     filled = [None if leaf is None else next(turn) for leaf in flat]

@@ -56,7 +56,7 @@ def shard_arrays(
         cut = Cut(strategy, whole_shares, uncut.element_spec)
         if not cut.is_needed:
             return uncut, uncut
-        return uncut, passes(cut.function)
+        return uncut, passes(cut.cut)
 
     def trace() -> Nested:
         scalar = tf.TensorSpec([], tf.int64)
@@ -80,7 +80,8 @@ def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def batch_of(number: Scalar) -> Shard:
         start = number % per_pass * batch_size
-        return _finish(slice_rows(arrays, start, start + batch_size), cut)
+        batch = slice_rows(arrays, start, start + batch_size)
+        return batch if cut is None else cut(batch)
 
     return untuned(tf.data.Dataset.counter(first_batch)).map(batch_of)
 
@@ -90,40 +91,28 @@ def _shuffled(
 ) -> Batches:
     """Returns pass after pass, each in an order of its own."""
     rows = _rows(arrays)
-    per_pass = -(-rows // batch_size)
+    size = tf.minimum(tf.cast(batch_size, tf.int64), rows)
+    per_pass = -(-rows // size)
     random: Untyped = tf.random
 
-    def choose(state: tuple[Scalar, Scalar], number: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the state, a pass and its order, and the rows of a batch."""
-        drawn_for, order = state
-        number_of_pass = number // per_pass
-        order = tf.cond(
-            number_of_pass == drawn_for,
-            lambda: order,
-            lambda: random.experimental.stateless_shuffle(
-                tf.range(rows), seed=tf.stack([seed, number_of_pass])
-            ),
-        )
-        start = number % per_pass * batch_size
-        return (number_of_pass, order), order[start : start + batch_size]
+    def order_of(number_of_pass: Scalar) -> Scalar:
+        """Returns ``[per_pass, size]``: the rows of each batch of a pass, -1 after the last."""
+        seed_of_pass = tf.stack([seed, number_of_pass])
+        order = random.experimental.stateless_shuffle(tf.range(rows), seed=seed_of_pass)
+        order = tf.pad(order, [[0, per_pass * size - rows]], constant_values=-1)
+        return tf.reshape(order, [per_pass, size])
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def batch_of(places: Scalar) -> Shard:
+        places = places[: tf.math.count_nonzero(places >= 0)]
         batch = tf.nest.map_structure(lambda leaf: take_rows(leaf, places), arrays)
-        return _finish(batch, cut)
+        return batch if cut is None else cut(batch)
 
     # No flat_map: TensorFlow optimizes a function inside a function twice for each iterator.
-    no_pass = tf.constant(-1, tf.int64), tf.zeros([rows], tf.int64)
-    chosen = untuned(tf.data.Dataset.counter(first_batch)).scan(no_pass, choose)
-    return chosen.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    orders = untuned(tf.data.Dataset.counter(first_batch // per_pass)).map(order_of)
+    places = orders.unbatch().skip(first_batch % per_pass)
+    return places.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _rows(arrays: Data) -> Scalar:
     return tf.cast(count_rows(arrays), tf.int64)
-
-
-def _finish(batch: Shard, cut: _Cut) -> Shard:
-    """Returns a batch, cut if it is to be."""
-    if cut is None:
-        return batch
-    return cut(*batch) if type(batch) is tuple else cut(batch)  # As in tf.data.

@@ -8,7 +8,8 @@ from tfmultigpu.steps.features.feature import Feature
 class OneTrace(Feature):
     """Traces the function of a replica once, and lets all replicas call it.
 
-    Use it for many replicas of a deep model, which need minutes for their first step. A replica
+    Use it for many GPUs and a deep model, which need minutes for their first step; on CPUs large
+    models do it by themselves. A replica
     then sends all its gradients together, after its backward pass. Results are the same up to the
     last bit. If each replica needs a trace all the same, ``step.trace.why_each`` says why.
 
