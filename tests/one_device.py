@@ -113,11 +113,11 @@ class ByHand(_Trained):
             self.model(batches[0][0])  # builds it, as any forward pass does
             self.optimizer.build(self.model.trainable_variables)
             signature = [specs_of(batches[0])]
-            self._compiled = tf.function(self._step, input_signature=signature, autograph=False)
+            self._compiled = tf.function(self.step, input_signature=signature, autograph=False)
         self.reset()
         return self.result([float(self._compiled(as_tensors(batch))) for batch in batches])
 
-    def _step(self, batch: Any) -> Any:
+    def step(self, batch: Any) -> Any:
         return train_once(self._training, batch, self._dense)["loss"]
 
 

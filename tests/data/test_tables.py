@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from one_device import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.data.sources import tensors_of_arrays
@@ -60,7 +61,7 @@ def test_a_table_trains_as_in_keras(replicas: int) -> None:
     for scope, fit in zip(scopes, (keras.Model.fit, tmg.fit), strict=True):
         keras.utils.set_random_seed(1)
         with scope:
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model = network(6, keras.layers.Dense(1))
             model.compile("sgd", "mse")
         fit(model, frame, FRAME.a, sample_weight=FRAME.n, batch_size=3, shuffle=False, verbose=0)
         weights.append(model.get_weights())

@@ -18,7 +18,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from law.model import cut
 from law.pair import strategy_of
+from problems import networks, normal_rows as arrays
 from test_documentation import PAGES, all_programs_of, blocks_of
 
 import tfmultigpu as tmg
@@ -132,19 +134,6 @@ def whole(name: str) -> dict[str, Any]:
     return page.until(page.blocks[-1])
 
 
-def arrays(rows: int, *widths: int, seed: int = 0) -> tuple[Any, ...]:
-    random = np.random.default_rng(seed)
-    return tuple(random.normal(size=(rows, width)).astype("float32") for width in widths)
-
-
-def cut(data: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = np.cumsum([0, *sizes])
-    return [
-        tf.nest.map_structure(lambda a, i=i: a[ends[i] : ends[i + 1]], data)
-        for i in range(len(sizes))
-    ]
-
-
 def built(model: Callable[[], Any], strategy: Any = None) -> Any:
     keras.utils.set_random_seed(1)
     with (strategy or tf.distribute.get_strategy()).scope():
@@ -203,9 +192,8 @@ def hold_fit(build: Callable[[], Any], ours: Any, keras_loss: Any, x: Any, y: An
 
 
 def mlp(inputs: int, outputs: int) -> Callable[[], Any]:
-    return lambda: keras.Sequential(
-        [keras.Input((inputs,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(outputs)]
-    )
+    layers = keras.layers
+    return networks(inputs, lambda: layers.Dense(5, "tanh"), lambda: layers.Dense(outputs))
 
 
 # Losses over the whole batch ----------------------------------------------------------------------

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_device import Replicated
+from problems import networks
 
 import tfmultigpu as tmg
 from tfmultigpu.steps import Feature, OneTrace
@@ -122,51 +124,18 @@ def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> 
     assert why in trace.why_each
 
 
-def test_the_python_code_of_a_model_runs_once_for_all_replicas() -> None:
-    calls: list[None] = []
-
-    def counted(x: Any) -> Any:
-        calls.append(None)
-        return x
-
-    strategy = tmg.create_strategy(devices=4)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), L.Lambda(counted), L.Dense(1)])
-        optimizer = keras.optimizers.SGD()
-    calls.clear()
-    step = tmg.make_train_step(
-        model, optimizer, "mse", strategy, verify=False, features=[OneTrace()]
-    )
-    step((X[:, 0], Y[:, None]))
-    assert len(calls) == 1
-    calls.clear()  # Nor again for the check of the first step.
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, features=[OneTrace()])
-    step((X[:, 0], Y[:, None]))
-    assert step.verification.outcome == "same"
-    assert len(calls) == 1
-
-
-def test_the_error_of_a_replica_is_not_lost() -> None:
+# In a call of one step: promises/test_first_step.py.
+def test_the_error_of_a_replica_is_not_lost_in_a_call_of_many_steps() -> None:
     """TensorFlow may keep the error of a function, or that others were cancelled."""
 
     def out_of_range(labels: Any, predictions: Any) -> Any:
         wrong = tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7)
         return wrong + predictions[:, 0]
 
-    def step_of() -> Any:
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
-            optimizer = keras.optimizers.SGD()
-        return tmg.make_train_step(
-            model, optimizer, out_of_range, strategy, verify=False, features=[OneTrace()]
-        )
-
-    strategy = tmg.create_strategy(devices=2)
-    step, batch = step_of(), (X[:6, 0], Y[:6, None])
-    for _ in range(3):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-            step(batch)
-    step, data = step_of(), tmg.distribute_dataset(batch, strategy, batch_size=3)
+    build, options = networks(4, lambda: L.Dense(2)), {"verify": False, "features": [OneTrace()]}
+    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
+    batch = X[:6, 0], Y[:6, None]
+    data = tmg.distribute_dataset(batch, step.strategy, batch_size=3)
     with pytest.raises((tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError)) as first:
         step.run(iter(data), 2)
     if not isinstance(first.value, tf.errors.InvalidArgumentError):
