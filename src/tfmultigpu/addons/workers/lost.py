@@ -52,7 +52,7 @@ class JoinedWorkers:
     """The cluster that this process has joined, and what becomes of its workers.
 
     Attributes:
-        end_seconds: How long this process may go on once another one has failed.
+        end_seconds: The seconds that this process may run once another one has failed.
     """
 
     def __init__(self, cluster: Cluster, ends: Ends) -> None:
