@@ -121,6 +121,36 @@ class ByHand(_Trained):
         return train_once(self._training, batch, self._dense)["loss"]
 
 
+class _Whole:
+    """A model whose output is the loss of a batch."""
+
+    def __init__(self, model: Any, loss: Callable[[Any, Any], Any], variables: Any) -> None:
+        self._model, self._loss, self._variables = model, loss, variables
+
+    @property
+    def losses(self) -> list[Any]:
+        return self._model.losses
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        return self._variables or self._model.trainable_variables
+
+    def __call__(self, batch: Any, training: bool) -> Any:
+        return self._loss(self._model, batch)
+
+
+def train_by_hand(
+    model: Any, optimizer: Any, loss: Callable[[Any, Any], Any], batches: Any, variables: Any = None
+) -> list[float]:
+    """Trains by ``law.plain``; ``loss(model, batch)`` is the number to minimise.
+
+    Losses that layers add are added. Returns the loss of each batch.
+    """
+    whole = _Whole(model, loss, variables)
+    training = Training(whole, optimizer, lambda y_true, value, sample_weight=None: value)
+    return [float(train_once(training, (batch, None))["loss"]) for batch in batches]
+
+
 class Replicated(_Trained):
     """Our step on N replicas; ``options`` go to ``make_train_step``."""
 

@@ -98,7 +98,9 @@ def test_numbers_are_judged_by_what_the_driver_says(judge: Any, numbers: Any, wr
         judge(*numbers)
 
 
-@pytest.mark.parametrize("check", [memory.growth, memory.limit, memory.micro_batches], ids=str)
+@pytest.mark.parametrize(
+    "check", [memory.growth, memory.limit, memory.micro_batches], ids=lambda check: check.__name__
+)
 def test_what_needs_a_gpu_is_not_run_and_says_so(check: Any) -> None:
     status, error = outcome(check)
     assert status == "not run"

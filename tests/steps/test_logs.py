@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, difference, plain, strategy_of
+from one_device import Replicated, difference, plain, strategy_of, train_by_hand
 from problems import network, networks, normal_rows
 
 import tfmultigpu as tmg
@@ -50,16 +50,15 @@ def forward(both: Any, batch: Any, training: bool) -> Any:
 def by_hand(chosen: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[list[float], list[np.ndarray]]:
     """Returns the loss of each batch, and the weights, of a loop without code of ours."""
     run = Replicated(1, Both, sgd, None, forward=forward)  # Its model, not its step.
-    both, optimizer, losses = run.model, run.optimizer, []
-    trained = [both.weights[i] for i in chosen]
-    for batch in BATCHES:
-        with tf.GradientTape() as tape:
-            code = both.encoder(batch)
-            error = tf.reduce_mean((batch - both.decoder(code)) ** 2)
-            loss = error + tf.reduce_mean(tf.reduce_sum(code**2, -1))
-        optimizer.apply(tape.gradient(loss, trained), trained)
-        losses.append(float(loss))
-    return losses, both.get_weights()
+    trained = [run.model.weights[i] for i in chosen]
+
+    def loss(both: Any, batch: Any) -> Any:
+        code = both.encoder(batch)
+        error = tf.reduce_mean((batch - both.decoder(code)) ** 2)
+        return error + tf.reduce_mean(tf.reduce_sum(code**2, -1))
+
+    losses = train_by_hand(run.model, run.optimizer, loss, BATCHES, trained)
+    return losses, run.model.get_weights()
 
 
 # Fails if the loss is divided before it is added, by another weight, or once a replica.
