@@ -13,24 +13,19 @@ Ends = dict[str, list[str]]  # Of each test: the outcome, the types of its error
 
 
 class Outcomes:
-    """A pytest plugin that keeps how each test ended, and by which errors.
-
-    A test of several cases is kept by the name of each case, and by its own: it failed, if any did.
-    """
+    """A pytest plugin that keeps how each test ended, and by which error."""
 
     def __init__(self) -> None:
         self.by_test: Ends = {}
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         name = item.nodeid.removeprefix("tests/")
-        for known_as in {name, name.partition("[")[0]}:
-            if call.excinfo is not None:
-                kinds = kinds_of(call.excinfo.value)
-                _, others, _ = self.by_test.get(known_as, ("", "", ""))
-                lines = str(call.excinfo.value).strip().splitlines() or [""]
-                self.by_test[known_as] = ["failed", " ".join([*kinds, *others.split()]), lines[0]]
-            elif call.when == "call":
-                self.by_test.setdefault(known_as, ["passed", "", ""])
+        if call.excinfo is not None:
+            kinds = kinds_of(call.excinfo.value)
+            lines = str(call.excinfo.value).strip().splitlines() or [""]
+            self.by_test[name] = ["failed", " ".join(kinds), lines[0]]
+        elif call.when == "call":
+            self.by_test.setdefault(name, ["passed", "", ""])
 
 
 def kinds_of(error: BaseException) -> list[str]:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from law.pair import strategy_of
 
 import tfmultigpu as tmg
@@ -149,7 +150,7 @@ ENTRIES: dict[str, Callable[[], Any]] = {
 
 
 # Fails if an entry takes an object of Keras 2, or blames something else for it.
-@pytest.mark.parametrize("entry", ENTRIES)
+@each("entry", ENTRIES)
 def test_tf_keras_is_named(entry: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tf_keras", types.ModuleType("tf_keras"))
@@ -242,7 +243,7 @@ def comparable(outputs: Any) -> dict[str, Any]:
 
 
 # Fails if rows of replicas are lost, doubled or mixed in outputs that are not dense.
-@pytest.mark.parametrize(("replicas", "size", "verify"), [(2, 4, "first"), (3, 2, False)])
+@each(("replicas", "size", "verify"), [(2, 4, "first"), (3, 2, False)])
 def test_sparse_and_ragged_outputs(replicas: int, size: int, verify: Any) -> None:
     model = in_scope(Rows, replicas)
     ours = comparable(tmg.predict(model, X, batch_size=size, verbose=0, verify=verify))
@@ -258,7 +259,7 @@ class Mean(Rows):
 
 
 # Fails if one value for a batch is joined over replicas, or TensorFlow's words come through.
-@pytest.mark.parametrize("replicas", [1, 2])
+@each("replicas", [1, 2])
 def test_one_value_for_a_batch_is_no_prediction(replicas: int) -> None:
     with pytest.raises(tmg.errors.DataError, match=r"Return one value (per|for each) example"):
         tmg.predict(in_scope(Mean, replicas), X, verbose=0)
@@ -268,7 +269,7 @@ def test_one_value_for_a_batch_is_no_prediction(replicas: int) -> None:
 
 
 # Fails if another crossentropy is taken than model.compile takes for these shapes.
-@pytest.mark.parametrize(
+@each(
     ("labels", "shape"),
     [([[1.0], [0.0]], (2, 1)), ([1, 2], (2, 3)), ([[1], [2]], (2, 3)),
      ([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], (2, 3))],
@@ -444,7 +445,7 @@ LINES: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
 
 
 # Fails if the message does not know the mistake, or its line is wrong.
-@pytest.mark.parametrize("mistake", LINES)
+@each("mistake", LINES)
 def test_the_line_of_the_message_is_right(mistake: str) -> None:
     wrong, said, line = LINES[mistake]
     with pytest.raises(ValueError, match=r"Received|x=") as caught:
