@@ -38,7 +38,9 @@ def accumulator_of_another_scope(told: Told) -> None:
 @example("The accumulator was created outside the scope of the strategy")
 def accumulator_outside_the_scope(told: Told) -> None:
     strategy, variables = strategy_of(2), made().trainable_variables
-    with told():
+    with told(
+        tmg.ScopeError, r"scope\(\):\n        window = tmg\.GradientAccumulator\(variables\)$"
+    ):
         tmg.GradientAccumulator(variables)
     with strategy.scope():
         window = tmg.GradientAccumulator(variables)

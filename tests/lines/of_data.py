@@ -121,7 +121,7 @@ def not_batched(told: Told) -> None:
 
 @example("small_batches must be 'partition' or 'copy'")
 def unknown_small_batches(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, "Received: 'pad'"):
         distribute(batches(), small_batches="pad")
     read(distribute(batches(), small_batches="partition"))
 
@@ -190,7 +190,7 @@ def enumerated_in_a_function(told: Told) -> None:
 def columns_of_two_kinds(told: Told) -> None:
     pandas: Any = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"size": [0.1, 0.2, 0.3, 0.4], "kind": ["u", "v", "u", "w"]})
-    with told():
+    with told(tmg.errors.DataError, r"Received: columns \{'size': 'float64', .*get_dum"):
         distribute(frame, batch_size=2)
     read(distribute(pandas.get_dummies(frame), batch_size=2))
     read(distribute({name: frame[name] for name in frame}, batch_size=2))

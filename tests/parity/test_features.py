@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference, hold, plain
+from one_device import ByHand, Replicated, assert_same, cut, difference, plain
 from problems import W, X, Y, crossentropy, mlp, network, sgd
 
 SIZES = (7, 2, 16, 1, 5)
@@ -65,11 +65,6 @@ def test_a_penalty_in_float16_does_not_overflow():
 
 
 # How it runs --------------------------------------------------------------------------------------
-
-
-def test_compiled_by_xla():
-    batches = cut((X, Y, W), (7, 2, 16))
-    hold(2, mlp, sgd, crossentropy(), batches, jit_compile=True, micro_batches=2)
 
 
 def test_eager_functions():

@@ -94,16 +94,6 @@ def test_of_several_strategies_none_is_guessed() -> None:
     assert tmg.distribute_dataset((X, Y), ours, batch_size=4).strategy is ours
 
 
-def test_an_accumulator_outside_the_scope_of_its_variables() -> None:
-    for strategy in (two(), of_tensorflow()):
-        with strategy.scope():
-            model = build()
-        with pytest.raises(tmg.ScopeError, match="accumulator was created outside") as caught:
-            tmg.GradientAccumulator(model.trainable_variables)
-        line = "    with strategy.scope():\n        window = tmg.GradientAccumulator(variables)"
-        assert str(caught.value).endswith(line)
-
-
 USED = ["not at all", "fit", "evaluate", "predict", "step"]
 
 
