@@ -1,4 +1,4 @@
-"""Many cheap cases in one test: ``each`` in place of ``pytest.mark.parametrize``."""
+"""Many cases in one promise, which a mutation names as one: elsewhere write ``parametrize``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 
 
 def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Any], Any]:
-    """Makes one test of a function that takes cases; a failure names each case that fails."""
+    """Makes one test of a function that takes cases.
+
+    A failure names each case that fails, with the traceback of the first.
+    """
     wanted = (names,) if isinstance(names, str) else names
     listed = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
     assert listed, "a test without cases cannot fail"
@@ -19,13 +22,15 @@ def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Any], 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def all_cases(**fixtures: Any) -> None:
-            wrong = []
+            errors: list[tuple[Any, BaseException]] = []
             for case in listed:
                 try:
                     test(**fixtures, **dict(zip(wanted, case, strict=True)))
                 except (Exception, pytest.fail.Exception) as error:
-                    wrong.append(f"{case}: {type(error).__name__}: {error}")
-            assert not wrong, "\n".join(wrong)
+                    errors.append((case, error))
+            if errors:
+                lines = [f"{case}: {type(e).__name__}: {e}" for case, e in errors]
+                raise AssertionError("\n".join(lines)) from errors[0][1]
 
         signature = inspect.signature(test)
         kept = [one for one in signature.parameters.values() if one.name not in wanted]

@@ -113,12 +113,42 @@ class ByHand(_Trained):
             self.model(batches[0][0])  # builds it, as any forward pass does
             self.optimizer.build(self.model.trainable_variables)
             signature = [specs_of(batches[0])]
-            self._compiled = tf.function(self._step, input_signature=signature, autograph=False)
+            self._compiled = tf.function(self.step, input_signature=signature, autograph=False)
         self.reset()
         return self.result([float(self._compiled(as_tensors(batch))) for batch in batches])
 
-    def _step(self, batch: Any) -> Any:
+    def step(self, batch: Any) -> Any:
         return train_once(self._training, batch, self._dense)["loss"]
+
+
+class _Whole:
+    """A model whose output is the loss of a batch."""
+
+    def __init__(self, model: Any, loss: Callable[[Any, Any], Any], variables: Any) -> None:
+        self._model, self._loss, self._variables = model, loss, variables
+
+    @property
+    def losses(self) -> list[Any]:
+        return self._model.losses
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        return self._variables or self._model.trainable_variables
+
+    def __call__(self, batch: Any, training: bool) -> Any:
+        return self._loss(self._model, batch)
+
+
+def train_by_hand(
+    model: Any, optimizer: Any, loss: Callable[[Any, Any], Any], batches: Any, variables: Any = None
+) -> list[float]:
+    """Trains by ``law.plain``; ``loss(model, batch)`` is the number to minimise.
+
+    Losses that layers add are added. Returns the loss of each batch.
+    """
+    whole = _Whole(model, loss, variables)
+    training = Training(whole, optimizer, lambda y_true, value, sample_weight=None: value)
+    return [float(train_once(training, (batch, None))["loss"]) for batch in batches]
 
 
 class Replicated(_Trained):

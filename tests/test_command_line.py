@@ -25,10 +25,13 @@ def test_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--version") == f"tfmultigpu {tmg.__version__}\n"
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
     assert "required: {doctor,demo,launch}" in shown(capsys, status=2)
     for command in ((), ("doctor",), ("demo",), ("launch",)):
-        assert "usage: python -m tfmultigpu" in shown(capsys, *command, "--help")
+        with subtests.test(command=command):
+            assert "usage: python -m tfmultigpu" in shown(capsys, *command, "--help")
 
 
 def test_the_console_script_is_this_function(

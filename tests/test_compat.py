@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from law.processes import pool
 from one_device import ByHand, Replicated, cut, difference, strategy_of
-from small_problem import X, Y, crossentropy, mlp
+from problems import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
@@ -199,10 +199,10 @@ def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
 # Callbacks ----------------------------------------------------------------------------------------
 
 
-def test_whether_batches_are_profiled_is_known(tmp_path):
-    for batches, expected in ((0, False), (2, True), ((3, 5), True)):
-        callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
-        assert loops_private.profiles_batches(callback) is expected
+@pytest.mark.parametrize(("batches", "expected"), [(0, False), (2, True), ((3, 5), True)], ids=str)
+def test_whether_batches_are_profiled_is_known(tmp_path, batches, expected):
+    callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
+    assert loops_private.profiles_batches(callback) is expected
 
 
 # What an optimizer was built for ------------------------------------------------------------------

@@ -62,11 +62,12 @@ def test_exits_with_1_if_the_answers_differ(
     assert ("DIFFERS from one device to 1e-05" in capsys.readouterr().out) is bool(status)
 
 
-def test_the_difference_is_the_largest_of_all() -> None:
+def test_the_difference_is_the_largest_of_all(subtests: pytest.Subtests) -> None:
     assert demo.apart(RESULT, RESULT) == 0
     for field in ("training_loss", "test_loss", "test_accuracy", "weights"):
-        moved = RESULT._replace(**{field: getattr(RESULT, field) - 0.25})
-        assert demo.apart(RESULT, moved) == 0.25, field
+        with subtests.test(field=field):
+            moved = RESULT._replace(**{field: getattr(RESULT, field) - 0.25})
+            assert demo.apart(RESULT, moved) == 0.25, field
     assert demo.apart(RESULT, RESULT._replace(optimizer_steps=25)) > 0.01
     assert demo.apart(RESULT, RESULT._replace(seconds=9.0)) == 0
 
@@ -83,7 +84,9 @@ def test_batches_divide_and_the_last_is_smaller_than_the_replicas(
     assert min(min(x.numpy()) for x, _ in data.test) == 1500  # No image is in both.
 
 
-def test_takes_the_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_gpus_if_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(tmg, "enable_memory_growth", lambda: calls.append("growth"))
     monkeypatch.setattr(tmg, "split_device", lambda name, parts: ("CPU",) * parts)
@@ -97,11 +100,12 @@ def test_takes_the_gpus_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> 
         (2, 3, 3, "CPU"),
         (8, 3, 3, "GPU"),
     ]:
-        devices = tuple(tmg.devices.Device("GPU", "GPU", i) for i in range(gpus))
-        monkeypatch.setattr(tmg, "list_devices", lambda _, devices=devices: devices)
-        calls.clear()
-        assert demo.choose_devices(replicas) == (kind,) * count, (gpus, replicas)
-        assert calls == (["growth", False] if kind == "GPU" else [])
+        with subtests.test(gpus=gpus):
+            devices = tuple(tmg.devices.Device("GPU", "GPU", i) for i in range(gpus))
+            monkeypatch.setattr(tmg, "list_devices", lambda _, devices=devices: devices)
+            calls.clear()
+            assert demo.choose_devices(replicas) == (kind,) * count, (gpus, replicas)
+            assert calls == (["growth", False] if kind == "GPU" else [])
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(

@@ -58,13 +58,16 @@ def fails_in_another_process() -> None:
     raise errors.LossError("It broke.", "x=1", "Write x=2.")
 
 
-def test_an_error_keeps_its_fields_in_copies_and_across_processes() -> None:
+def test_an_error_keeps_its_fields_in_copies_and_across_processes(
+    subtests: pytest.Subtests,
+) -> None:
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         failure = pool.submit(fails_in_another_process).exception()
     for error in (failure, pickle.loads(pickle.dumps(failure)), copy.copy(failure)):
-        assert type(error) is errors.LossError
-        assert error.args == ("It broke.", "x=1", "Write x=2.")
-        assert str(error) == "It broke. Received: x=1. Write x=2."
+        with subtests.test(error=error):
+            assert type(error) is errors.LossError
+            assert error.args == ("It broke.", "x=1", "Write x=2.")
+            assert str(error) == "It broke. Received: x=1. Write x=2."
 
 
 def test_an_error_of_a_compiled_function_has_the_whole_text() -> None:
@@ -85,15 +88,24 @@ def test_the_length_of_endless_data() -> None:
         len(data)
 
 
-def test_whole_numbers_of_every_kind_are_ints_and_all_else_is_an_error() -> None:
+def test_whole_numbers_of_every_kind_are_ints_and_all_else_is_an_error(
+    subtests: pytest.Subtests,
+) -> None:
     for value in (3, 3.0, np.float32(3), np.int8(3), np.uint64(3), np.array(3), tf.constant(3)):
-        number = check_count("steps", value)
-        assert (number, type(number)) == (3, int), repr(value)
+        with subtests.test(value=value):
+            number = check_count("steps", value)
+            assert (number, type(number)) == (3, int), repr(value)
     others: list[Any] = [True, np.True_, 2.5, np.nan, "2", None, (1,), 1 + 0j]
     for value in others:
-        with pytest.raises(TypeError, match=r"steps must be a whole number, at least 1\. Received"):
+        with (
+            subtests.test(value=value),
+            pytest.raises(TypeError, match=r"steps must be a whole number, at least 1\. Received"),
+        ):
             check_count("steps", value)
     for least, value in ((1, 0), (0, -1), (4, 3)):
-        with pytest.raises(ValueError, match=rf"at least {least}, or None\. Received: n={value}\."):
-            check_count("n", value, least, other="None")
-        assert check_count("n", least, least) == least
+        with subtests.test(least=least):
+            with pytest.raises(
+                ValueError, match=rf"at least {least}, or None\. Received: n={value}\."
+            ):
+                check_count("n", value, least, other="None")
+            assert check_count("n", least, least) == least

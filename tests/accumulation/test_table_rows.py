@@ -41,15 +41,16 @@ def trained(optimizer: Any, *, by_rows: bool) -> list[Any]:
 
 # Fails if an optimizer is said to leave other rows that does not, or Keras has one more of them.
 @pytest.mark.parametrize("name", EVERY)
-def test_only_what_updates_rows_alone_is_given_rows(name: str) -> None:
+def test_only_what_updates_rows_alone_is_given_rows(name: str, subtests: pytest.Subtests) -> None:
     kind = getattr(optimizers, name)
     assert leaves_other_rows(kind(0.1)) == (name in BY_ROWS)
     if name not in BY_ROWS:
         return
     for clip in ({}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.1}):
-        whole, rows = (trained(kind(0.1, **clip), by_rows=by_rows) for by_rows in (False, True))
-        for one, other in zip(whole, rows, strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-7)
+        with subtests.test(clip=clip):
+            whole, rows = (trained(kind(0.1, **clip), by_rows=by_rows) for by_rows in (False, True))
+            for one, other in zip(whole, rows, strict=True):
+                np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-7)
 
 
 # Fails if settings that change every row in each step go unnoticed, or code of a user is trusted.

@@ -20,12 +20,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
-from forced_addition import forcing_addition
 from hypothesis import given, strategies as st
 from law.model import regression, small
 from law.pair import Pair
 from one_device import ByHand, Replicated, cut, unused_strategy
+from problems import crossentropy, labelled, network
 
 import tfmultigpu as tmg
 from tfmultigpu.accumulation.replicated import assign_owners
@@ -36,6 +35,7 @@ from tfmultigpu.accumulation.update import (
     choose_update,
     update_of,
 )
+from tfmultigpu.strategies.collectives import forcing_addition
 
 optimizers = keras.optimizers
 EMA = {"use_ema": True, "ema_momentum": 0.8}
@@ -83,12 +83,12 @@ WAYS = ((2, "owned"), (3, "collective"), (3, "owned"), (2, "in memory"))
 # Fails if an owner misses an update or another replica repeats it, if per-replica gradients are
 # not clipped, a counter counts replicas, or an optimizer of Keras, of this version or the next,
 # does what others do not.
-@each(("name", "way"), zip(OPTIMIZERS, itertools.cycle(WAYS)))
+@pytest.mark.parametrize(("name", "way"), [*zip(OPTIMIZERS, itertools.cycle(WAYS))], ids=str)
 def test_every_optimizer_of_keras_updates_as_on_one_device(name: str, way: tuple[int, str]) -> None:
     replicas, how = way
     batches = regression((7, 1, 5))
     build = lambda: small(OPTIMIZERS[name]())  # noqa: E731
-    with forcing_addition("collective" if how == "collective" else "in memory"):
+    with forcing_addition(in_memory=how != "collective"):
         pair = Pair(build, batches[0], replicas, shard_update=how == "owned", verify=False)
         pair.plain.train(batches)
         for shards in pair.shards(batches):
@@ -136,21 +136,18 @@ def test_an_update_is_chosen_once() -> None:
 
 # In steps -----------------------------------------------------------------------------------------
 
-_random = np.random.default_rng(11)
-X = _random.normal(size=(64, 6)).astype("float32")
-Y = _random.integers(0, 4, 64)
+X, Y, _ = labelled(64, 6, 4, seed=11)
 BATCHES = cut((X, Y), [7, 33])
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+LOSS = crossentropy()
 
 
 def mlp(width: int = 5) -> keras.Model:
     norm = keras.constraints.MaxNorm(0.9)
     hidden = keras.layers.Dense(width, "tanh", kernel_regularizer="l2", kernel_constraint=norm)
-    return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(4)])
+    return network(6, hidden, keras.layers.Dense(4))
 
 
-def adam() -> Any:
-    return optimizers.Adam(0.01)
+adam = functools.partial(optimizers.Adam, 0.01)
 
 
 # Fails if state is on every replica, on one alone, or has other names than on one device: then
@@ -220,8 +217,7 @@ def test_where_it_is_faster_it_is_done() -> None:
     large = lambda: mlp(PAYS_FROM // 10)  # noqa: E731
 
     def deep() -> keras.Model:
-        layers = [keras.layers.Dense(1) for _ in range(PAYS_FROM_VARIABLES // 2)]
-        return keras.Sequential([keras.Input((1,)), *layers])
+        return network(1, *[keras.layers.Dense(1) for _ in range(PAYS_FROM_VARIABLES // 2)])
 
     def update(build: Callable[[], Any], replicas: int = 2, **options: Any) -> Any:
         return Replicated(replicas, build, adam, "mse", **options).step.update

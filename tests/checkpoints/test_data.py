@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.data.passes import begin_unread
@@ -85,7 +86,7 @@ KINDS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 def small() -> tuple[Any, Any]:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model = network(3, keras.layers.Dense(2))
     return model, keras.optimizers.get("sgd")
 
 
@@ -165,19 +166,20 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 def test_other_data_is_refused_at_the_end_of_an_epoch_before_it_is_trained_on(
-    tmp_path: Path,
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     model = small()
     for kind, (then, now) in OTHERS.items():
-        folder = tmp_path / kind
-        run = tmg.Checkpoints(folder, *model, data=then())
-        assert len(seen(run, 2)) == 8
-        run.save()
-        run = tmg.Checkpoints(folder, *model, data=now())
-        assert run.restore() == 8
-        with pytest.raises(tmg.CheckpointError, match="at epoch 2 and step 0 of it") as caught:
-            next(run.epochs(4))
-        assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
+        with subtests.test(kind=kind):
+            folder = tmp_path / kind
+            run = tmg.Checkpoints(folder, *model, data=then())
+            assert len(seen(run, 2)) == 8
+            run.save()
+            run = tmg.Checkpoints(folder, *model, data=now())
+            assert run.restore() == 8
+            with pytest.raises(tmg.CheckpointError, match="at epoch 2 and step 0 of it") as caught:
+                next(run.epochs(4))
+            assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
 
 
 def test_an_epoch_saved_after_its_last_batch_counts_as_a_pass(tmp_path: Path) -> None:

@@ -70,12 +70,8 @@ def test_every_changed_byte_is_seen_or_means_nothing(tmp_path: Path) -> None:
     assert files.read(older).run["step"] == 1
 
 
-def test_a_format_of_another_version_is_not_guessed_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_FORMAT", 9)
-    write(tmp_path, 1)
-    monkeypatch.undo()
+def test_a_format_of_another_version_is_not_guessed_at(tmp_path: Path) -> None:
+    write(tmp_path, 1, format=9)
     with (
         pytest.warns(UserWarning, match=r"format 9 .*this version reads format 6"),
         pytest.raises(CheckpointError, match=r"are damaged\. Received: \[.step-00000001"),

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import difference, strategy_of
+from problems import network, normal_rows
 
 import tfmultigpu as tmg
 
-_random = np.random.default_rng(5)
-X = _random.normal(size=(22, 4)).astype("float32")
-Y = _random.normal(size=(22, 1)).astype("float32")
+X, Y = normal_rows(22, 4, 1, seed=5)
 
 
 def test_two_models_resume_together(tmp_path: Path) -> None:
@@ -30,12 +29,8 @@ def test_two_models_resume_together(tmp_path: Path) -> None:
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
         with strategy.scope():
             seeds = keras.random.SeedGenerator(4)
-            models = [
-                keras.Sequential(
-                    [keras.Input((4,)), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
-                )
-                for _ in range(2)
-            ]
+            layers = keras.layers
+            models = [network(4, layers.Dropout(0.3), layers.Dense(1)) for _ in range(2)]
             optimizers = [keras.optimizers.Adam(rate) for rate in (0.05, 0.01)]
             metrics = [keras.metrics.MeanAbsoluteError(), keras.metrics.R2Score()]
 
@@ -82,8 +77,7 @@ def test_two_models_resume_together(tmp_path: Path) -> None:
 
 
 def small(units: int = 2, optimizer: str = "adam", name: str = "dense") -> tuple[Any, Any]:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, name=name)])
-    return model, keras.optimizers.get(optimizer)
+    return network(3, keras.layers.Dense(units, name=name)), keras.optimizers.get(optimizer)
 
 
 def test_draws_without_a_seed_come_back(tmp_path: Path) -> None:
@@ -97,11 +91,13 @@ def test_draws_without_a_seed_come_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(keras.random.uniform([2]).numpy(), expected)
 
 
-def test_values_that_differ_on_replicas_are_kept_apart(tmp_path: Path) -> None:
+def test_values_that_differ_on_replicas_are_kept_apart(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     def build(replicas: int) -> tuple[tf.distribute.Strategy, Any, Any, tmg.Checkpoints]:
         strategy = strategy_of(replicas)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+            model = network(2, keras.layers.BatchNormalization())
             metric = keras.metrics.Mean()
         extra = {"mean": metric}
         return strategy, model, metric, tmg.Checkpoints(tmp_path, model, extra=extra, keep=1)
@@ -116,17 +112,18 @@ def test_values_that_differ_on_replicas_are_kept_apart(tmp_path: Path) -> None:
         (2, {1: ([[2.0, 2.0]], [4.0])}),
         (1, {1: ([[1.0, 1.0]], [1.0]), 3: ([[1.0, 1.0]] * 3, [1.0, 0.0, 0.0])}),
     ):
-        strategy, model, metric, run = build(saved)
-        for variable in (model.variables[2], metric.variables[1]):
-            for i, copy in enumerate(strategy.experimental_local_results(variable.value)):
-                copy.assign(tf.zeros_like(copy) + 1.0 + 2.0 * i)
-        run.save()
-        for replicas, (averaged, summed) in on.items():
-            strategy, model, metric, run = build(replicas)
-            assert run.restore() == 0
-            assert copies(strategy, model.variables[2]) == averaged
-            assert copies(strategy, metric.variables[1]) == summed
-            assert copies(strategy, model.variables[0]) == [[1.0, 1.0]] * replicas
+        with subtests.test(saved=saved):
+            strategy, model, metric, run = build(saved)
+            for variable in (model.variables[2], metric.variables[1]):
+                for i, copy in enumerate(strategy.experimental_local_results(variable.value)):
+                    copy.assign(tf.zeros_like(copy) + 1.0 + 2.0 * i)
+            run.save()
+            for replicas, (averaged, summed) in on.items():
+                strategy, model, metric, run = build(replicas)
+                assert run.restore() == 0
+                assert copies(strategy, model.variables[2]) == averaged
+                assert copies(strategy, metric.variables[1]) == summed
+                assert copies(strategy, model.variables[0]) == [[1.0, 1.0]] * replicas
 
 
 class Counting(keras.layers.Layer):
@@ -151,7 +148,7 @@ def test_variables_of_every_kind_are_saved(tmp_path: Path) -> None:
     def build() -> tuple[tmg.Checkpoints, Counting, Any]:
         with strategy_of(2).scope():
             layer = Counting()
-            model = keras.Sequential([keras.Input((3,)), layer])
+            model = network(3, layer)
             wave = tf.Variable(tf.constant([0j], tf.complex64))
             short = tf.Variable(tf.constant([[0.0], [0.0]], tf.bfloat16))
             optimizer = keras.optimizers.SGD()
@@ -196,7 +193,9 @@ def test_the_generator_of_a_layer_draws_on(tmp_path: Path) -> None:
     np.testing.assert_array_equal(other.normal([2]), generator.normal([2]))
 
 
-def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_another_model_is_refused_before_anything_changes(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     tmg.Checkpoints(tmp_path, *small()).save()
     for build, text in (
         (
@@ -207,17 +206,17 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         (lambda: small(optimizer="sgd"), "Build the same ones as when it was saved"),
         (lambda: (small()[0], None), "6 variables differ: optimizer/0000/"),
     ):
-        model, optimizer = build()
-        before = [variable.numpy() for variable in model.variables]
-        with pytest.raises(tmg.CheckpointError, match=re.escape(text)):
-            tmg.Checkpoints(tmp_path, model, optimizer).restore()
-        assert difference(before, [variable.numpy() for variable in model.variables]) == 0
+        with subtests.test(text):
+            model, optimizer = build()
+            before = [variable.numpy() for variable in model.variables]
+            with pytest.raises(tmg.CheckpointError, match=re.escape(text)):
+                tmg.Checkpoints(tmp_path, model, optimizer).restore()
+            assert difference(before, [variable.numpy() for variable in model.variables]) == 0
 
 
 def test_names_that_keras_counts_in_a_process_do_not_matter(tmp_path: Path) -> None:
     def make(*names: str) -> Any:
-        layers = [keras.layers.Dense(2, name=name) for name in names]
-        return keras.Sequential([keras.Input((2,)), *layers])
+        return network(2, *[keras.layers.Dense(2, name=name) for name in names])
 
     tmg.Checkpoints(tmp_path, make("block_1", "block_2")).save()
     assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
 from hypothesis import given, settings, strategies as st
 
 import tfmultigpu as tmg
@@ -35,7 +34,7 @@ def test_every_row_is_in_one_part_and_no_part_is_empty(shares: list[int], extra:
     assert all(start < stop for start, stop in itertools.pairwise(ends))
 
 
-@each(
+@pytest.mark.parametrize(
     ("count", "shares", "expected"),
     [
         (9, (1, 1, 1, 1), [2, 2, 2, 3]),  # TensorFlow: 3, 3, 3, 0
@@ -46,6 +45,7 @@ def test_every_row_is_in_one_part_and_no_part_is_empty(shares: list[int], extra:
         (10, (1, 1, 1000), [1, 1, 8]),
         (9, (349525, 699051), [3, 6]),  # one third and two thirds, rounded
     ],
+    ids=str,
 )
 def test_known_cuts(count: int, shares: tuple[int, ...], expected: list[int]) -> None:
     assert np.diff(offsets(count, shares)).tolist() == expected
@@ -125,7 +125,7 @@ def worker(kind: str, index: int, devices: int, replicas: int, chief: bool) -> S
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("strategy", "expected"),
     [
         (worker("worker", 0, devices=1, replicas=2, chief=False), (0,)),

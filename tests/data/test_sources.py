@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -40,7 +39,7 @@ def lists(dataset: tf.data.Dataset) -> list[Any]:
 # arrays -------------------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("arrays", "expected"),
     [
         (np.arange(3), [[0, 1], [2]]),
@@ -109,7 +108,7 @@ def test_a_batch_that_does_not_fit_the_first_two_is_named() -> None:
         list(data)
 
 
-@each("second", [np.zeros(2, "int64"), (np.zeros(2), np.zeros(2)), None])
+@pytest.mark.parametrize("second", [np.zeros(2, "int64"), (np.zeros(2), np.zeros(2)), None])
 def test_batches_of_different_kinds_are_refused(second: Any) -> None:
     with pytest.raises((TypeError, ValueError, tmg.errors.DataError)):
         list(tmg.distribute_dataset(lambda: iter([np.zeros(2), second])))
@@ -121,7 +120,9 @@ def test_a_later_batch_of_another_type_is_not_rounded() -> None:
         list(data)
 
 
-@each("iterator", [iter([np.zeros(2)]), (np.zeros(2) for _ in range(2)), map(np.zeros, [2])])
+@pytest.mark.parametrize(
+    "iterator", [iter([np.zeros(2)]), (np.zeros(2) for _ in range(2)), map(np.zeros, [2])]
+)
 def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
     name = type(iterator).__name__
     with pytest.raises(tmg.errors.DataError, match=f"Received: {name}. Give its function, make_b"):
@@ -223,8 +224,8 @@ def test_a_pass_that_is_broken_off_leaves_nothing_to_the_next() -> None:
 
 
 # Fails if the library holds a generator whose pass is over.
-@each("shards", [1, 2])
-@each("prefetch", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("prefetch", [False, True])
 def test_a_closed_iterator_ends_its_generator(shards: int, prefetch: bool) -> None:
     ended = []
 
@@ -248,7 +249,7 @@ def test_a_closed_iterator_ends_its_generator(shards: int, prefetch: bool) -> No
 # what is refused ----------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "options", "said"),
     [
         (lambda: "train.csv", {"batch_size": 2}, "str is not an array. Received: 'train.csv'"),

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from one_device import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.data.sources import tensors_of_arrays
@@ -43,15 +44,6 @@ def test_a_series_is_a_column_as_in_keras() -> None:
     assert arrays["text"].numpy().ravel().tolist() == [b"u", b"v", b"u", b"w"]
 
 
-def test_columns_that_are_no_array_are_named() -> None:
-    with pytest.raises(
-        tmg.errors.DataError, match=r"Received: columns \{'a': 'float64', .*get_dum"
-    ):
-        tensors_of_arrays(FRAME)
-    line = pandas.get_dummies(FRAME)
-    assert tensors_of_arrays(line).shape.as_list() == [4, 6]
-
-
 # Fails if a table is not the data that Keras' fit makes of it.
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_table_trains_as_in_keras(replicas: int) -> None:
@@ -60,7 +52,7 @@ def test_a_table_trains_as_in_keras(replicas: int) -> None:
     for scope, fit in zip(scopes, (keras.Model.fit, tmg.fit), strict=True):
         keras.utils.set_random_seed(1)
         with scope:
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model = network(6, keras.layers.Dense(1))
             model.compile("sgd", "mse")
         fit(model, frame, FRAME.a, sample_weight=FRAME.n, batch_size=3, shuffle=False, verbose=0)
         weights.append(model.get_weights())

@@ -268,10 +268,13 @@ def test_names_equal_tensorflows_own() -> None:
     assert set(logical_to_physical().values()) == {device.name for device in list_devices()}
 
 
-def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
+def test_arguments_of_another_kind_are_answered_with_the_line(subtests: pytest.Subtests) -> None:
     for kind in (4, "gpus", ""):
-        for call in (list_devices, list_logical_devices):
-            with pytest.raises(ValueError, match=rf"Received: kind={kind!r}\. Write tmg\.list_dev"):
-                call(kind)  # type: ignore[arg-type]
+        with subtests.test(kind=kind):
+            for call in (list_devices, list_logical_devices):
+                with pytest.raises(
+                    ValueError, match=rf"Received: kind={kind!r}\. Write tmg\.list_dev"
+                ):
+                    call(kind)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts must be a whole number, at least 1"):
         split_device("CPU:0", parts=0)

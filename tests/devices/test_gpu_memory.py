@@ -53,12 +53,14 @@ MATCHES: list[tuple[list[Any], list[str], dict[str, str], list[int] | None]] = [
 ]
 
 
-def test_only_what_is_certain_is_matched() -> None:
-    for models, driver, environment, numbers in MATCHES:
-        gpus = machine(driver)
-        matched = match_gpus(models, gpus, environment)
-        wanted = [None] * len(models) if numbers is None else [gpus[i] for i in numbers]
-        assert list(matched) == wanted, (models, driver, environment)
+@pytest.mark.parametrize(("models", "driver", "environment", "numbers"), MATCHES, ids=str)
+def test_only_what_is_certain_is_matched(
+    models: Any, driver: Any, environment: Any, numbers: Any
+) -> None:
+    gpus = machine(driver)
+    matched = match_gpus(models, gpus, environment)
+    wanted = [None] * len(models) if numbers is None else [gpus[i] for i in numbers]
+    assert list(matched) == wanted, (models, driver, environment)
 
 
 def nvml(gpus: list[tuple[Any, ...]], broken: str = "") -> Any:

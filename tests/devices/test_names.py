@@ -46,11 +46,12 @@ def test_every_spelling_becomes_the_short_one() -> None:
     assert {spelled: parse_device_name(spelled) for spelled in SPELLINGS} == SPELLINGS
 
 
-def test_what_names_no_device_is_refused() -> None:
+def test_what_names_no_device_is_refused(subtests: pytest.Subtests) -> None:
     for name in NOT_NAMES:
-        with pytest.raises(ValueError, match=r"kind and an index, such as 'GPU:0'") as caught:
-            parse_device_name(name)
-        assert f"name={name!r}" in str(caught.value)
+        with subtests.test(name):
+            with pytest.raises(ValueError, match=r"kind and an index, such as 'GPU:0'") as caught:
+                parse_device_name(name)
+            assert f"name={name!r}" in str(caught.value)
     with pytest.raises(TypeError, match=r'Write "GPU:3"\. Received: name=3'):
         parse_device_name(3)  # type: ignore[arg-type]
 
@@ -75,10 +76,10 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-def test_requests_that_mean_nothing_are_refused() -> None:
-    for asked, error, said in WRONG:
-        with pytest.raises(error, match=said):
-            resolve_devices(asked, gpus(2))
+@pytest.mark.parametrize(("asked", "error", "said"), WRONG, ids=str)
+def test_requests_that_mean_nothing_are_refused(asked: Any, error: Any, said: Any) -> None:
+    with pytest.raises(error, match=said):
+        resolve_devices(asked, gpus(2))
 
 
 MISSING: list[tuple[Any, tuple[str, ...], list[str]]] = [
@@ -100,20 +101,26 @@ MISSING: list[tuple[Any, tuple[str, ...], list[str]]] = [
 ]
 
 
-def test_a_missing_device_is_named_with_what_exists_and_the_line() -> None:
-    for asked, here, said in MISSING:
-        with pytest.raises(DeviceNotFoundError) as caught:
-            resolve_devices(asked, here, "CURE")
-        assert [part for part in said if part not in str(caught.value)] == []
+@pytest.mark.parametrize(("asked", "here", "said"), MISSING, ids=str)
+def test_a_missing_device_is_named_with_what_exists_and_the_line(
+    asked: Any, here: Any, said: Any
+) -> None:
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(asked, here, "CURE")
+    assert [part for part in said if part not in str(caught.value)] == []
 
 
-def test_no_cure_that_does_not_help_is_told() -> None:
-    # Splitting the CPU does not make a GPU, and no GPU is asked for in the second.
-    for asked, here, no in [
+@pytest.mark.parametrize(
+    ("asked", "here", "no"),
+    [
         (["GPU:1"], ["CPU:0"], "split_device"),
         (["CPU:2"], ["CPU:0", "CPU:1"], "split_device"),
         (["CPU:2"], ["CPU:0", "CPU:1"], "CURE"),
-    ]:
-        with pytest.raises(DeviceNotFoundError) as caught:
-            resolve_devices(asked, here, "CURE")
-        assert no not in str(caught.value)
+    ],
+    ids=str,
+)
+def test_no_cure_that_does_not_help_is_told(asked: Any, here: Any, no: Any) -> None:
+    # Splitting the CPU does not make a GPU, and no GPU is asked for in the second.
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(asked, here, "CURE")
+    assert no not in str(caught.value)

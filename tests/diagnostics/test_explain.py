@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import Replicated, strategy_of
+from problems import network, networks
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.diagnostics import explain
@@ -31,7 +32,7 @@ def alone() -> Iterator[None]:
 
 def built(replicas: int) -> tuple[Any, Any]:
     with strategy_of(replicas).scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model = network(3, keras.layers.Dense(1))
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
     return model, optimizer
@@ -46,7 +47,7 @@ def on_missing_devices() -> Any:
         ["CPU:0", "CPU:77"], tf.distribute.ReductionToOneDevice()
     )
     with strategy.scope():
-        return explain(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+        return explain(network(3, keras.layers.Dense(1)))
 
 
 def outside_a_strategy_that_exists() -> Any:
@@ -199,19 +200,16 @@ def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) ->
 # Fails if the variables that owners update are taken for those of another scope.
 @pytest.mark.parametrize("shard_update", [True, False])
 def test_a_step_is_reported_with_its_model_and_optimizer(shard_update: bool) -> None:
-    model, optimizer = built(2)
-    with strategy_of(2).scope():
-        optimizer = keras.optimizers.Adam(0.1)  # Not built: the step decides who has its state.
-    step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), shard_update=shard_update)
+    build = networks(3, lambda: keras.layers.Dense(1))
+    adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
+    step = Replicated(2, build, adam, "mse", shard_update=shard_update).step
     step((X[:4], Y[:4]))
     report = explain(step, dataset=ROWS.batch(4))
     assert report.codes == ("in-order",)
-    assert report.facts[f"model {model.name}"]["copies of a weight"] == "CPU:0, CPU:1"
+    assert report.facts[f"model {step.model.name}"]["copies of a weight"] == "CPU:0, CPU:1"
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model must be a Keras model\. Received: 'model"):
-        explain("model.keras", strategy=strategy_of(2))
     with pytest.raises(TypeError, match=r"optimizer must be a Keras optimizer\. Received: 'adam'"):
         explain(built(1)[0], "adam")
     with pytest.raises(TypeError, match=r"must be a tf.distribute.Strategy\. Received: 'mirrored'"):
@@ -221,7 +219,7 @@ def test_what_is_no_model_is_refused() -> None:
 # Fails if a table that is updated as a whole goes unmentioned, or one whose rows are is named.
 def test_a_table_that_is_updated_as_a_whole_is_named() -> None:
     rows = keras.layers.Embedding(5000, 16)
-    model = keras.Sequential([keras.Input((2,), dtype="int32"), rows])
+    model = network(2, rows, dtype="int32")
     for optimizer, whole in (("Adam", True), ("Adagrad", False)):
         report = tmg.explain(model, getattr(keras.optimizers, optimizer)(0.1))
         found = [each for each in report.findings if each.code == "whole-table"]

@@ -19,11 +19,11 @@ def flip(tensor, device):
     copied = copy(tensor, device)
     bit = tf.one_hot(777, copied.shape[0], dtype=tf.uint8)
     return tf.bitwise.bitwise_xor(copied, bit) if device == "CPU:1" else copied
-def spoil(strategy):
-    first, *others = add(strategy)
+def spoil(strategy, size):
+    first, *others = add(strategy, size)
     return [first, *[tf.where(tf.range(len(o)) == 3, float("nan"), o) for o in others]]
-links.copy, links.add, links._SIZE = flip, spoil, 1000
-links.run_tests(*sys.argv[1:])
+links.copy, links.add = flip, spoil
+links.run_tests(*sys.argv[1:], size=1000)
 """
 STALLED = """
 import sys, time
@@ -46,17 +46,15 @@ def test_healthy_links_are_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_tests_raise_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_SIZE", 1000)
+def test_a_thousand_tests_raise_no_false_alarm() -> None:
     for _ in range(250):
-        told = [links._test_copy(*pair) for pair in (DEVICES, DEVICES[::-1])]
-        told += [links._test_sum(DEVICES, way) for way in ("hierarchical_copy", "one_device")]
+        told = [links.test_copy(*pair, 1000) for pair in (DEVICES, DEVICES[::-1])]
+        told += [links.test_sum(DEVICES, w, 1000) for w in ("hierarchical_copy", "one_device")]
         assert not any(told), told
 
 
-def test_a_flipped_bit_and_a_nan_are_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CHILD", BROKEN)
-    copied, *summed = check_links(DEVICES, seconds=120.0).findings
+def test_a_flipped_bit_and_a_nan_are_found_and_named() -> None:
+    copied, *summed = links.report_of(DEVICES, 120.0, BROKEN).findings
     assert copied.what.startswith("copy CPU:0 -> CPU:1: 1 of 1000 wrong: ")
     assert "NCCL_P2P_DISABLE=1" in copied.change
     assert "IOMMU" in copied.change
@@ -75,12 +73,9 @@ def test_a_flipped_bit_and_a_nan_are_found_and_named(monkeypatch: pytest.MonkeyP
         (KILLED, "copy A -> B: ended with code 1: no NCCL"),
     ],
 )
-def test_a_stall_and_a_crash_are_found_and_named(
-    monkeypatch: pytest.MonkeyPatch, child: str, says: str
-) -> None:
-    monkeypatch.setattr(links, "_CHILD", child)
+def test_a_stall_and_a_crash_are_found_and_named(child: str, says: str) -> None:
     began = time.monotonic()
-    (finding,) = check_links(DEVICES, seconds=3.0).findings
+    (finding,) = links.report_of(DEVICES, 3.0, child).findings
     assert says in finding.what
     assert time.monotonic() - began < 180.0  # The import of TensorFlow is most of it.
 

@@ -63,13 +63,16 @@ def test_example_keeps_its_promise(program: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "an example must leave nothing behind"
 
 
-def test_examples_are_short_on_the_page_and_say_what_the_usual_answer_gets_wrong() -> None:
+def test_examples_are_short_on_the_page_and_say_what_the_usual_answer_gets_wrong(
+    subtests: pytest.Subtests,
+) -> None:
     assert len(PROGRAMS) <= 15
     for program in PROGRAMS:
-        source = program.read_text(encoding="utf-8")
-        # Two towers with their data, a metric and a resume.
-        most = 90 if program.stem == "recommender" else 60
-        assert source.count("\n") < most, program.name
-        assert "The usual" in (ast.get_docstring(ast.parse(source)) or ""), program.name
+        with subtests.test(program=program):
+            source = program.read_text(encoding="utf-8")
+            # Two towers with their data, a metric and a resume.
+            most = 90 if program.stem == "recommender" else 60
+            assert source.count("\n") < most, program.name
+            assert "The usual" in (ast.get_docstring(ast.parse(source)) or ""), program.name
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"`examples/(\w+)\.py`", page)) == [p.stem for p in PROGRAMS]

@@ -18,7 +18,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from law.model import cut
 from law.pair import strategy_of
+from one_device import train_by_hand
+from problems import networks, normal_rows as arrays
 from test_documentation import PAGES, all_programs_of, blocks_of
 
 import tfmultigpu as tmg
@@ -132,19 +135,6 @@ def whole(name: str) -> dict[str, Any]:
     return page.until(page.blocks[-1])
 
 
-def arrays(rows: int, *widths: int, seed: int = 0) -> tuple[Any, ...]:
-    random = np.random.default_rng(seed)
-    return tuple(random.normal(size=(rows, width)).astype("float32") for width in widths)
-
-
-def cut(data: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = np.cumsum([0, *sizes])
-    return [
-        tf.nest.map_structure(lambda a, i=i: a[ends[i] : ends[i + 1]], data)
-        for i in range(len(sizes))
-    ]
-
-
 def built(model: Callable[[], Any], strategy: Any = None) -> Any:
     keras.utils.set_random_seed(1)
     with (strategy or tf.distribute.get_strategy()).scope():
@@ -152,12 +142,8 @@ def built(model: Callable[[], Any], strategy: Any = None) -> Any:
 
 
 def plain(model: Any, optimizer: Any, loss: Callable[..., Any], batches: Sequence[Any]) -> list:
-    """Trains on one device by a tape; ``loss(model, batch)`` is the number to minimise."""
-    for batch in batches:
-        with tf.GradientTape() as tape:
-            value = loss(model, batch)
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(value, variables), variables)
+    """Returns the weights after training on one device by ``law.plain``."""
+    train_by_hand(model, optimizer, loss, batches)
     return model.get_weights()
 
 
@@ -203,9 +189,8 @@ def hold_fit(build: Callable[[], Any], ours: Any, keras_loss: Any, x: Any, y: An
 
 
 def mlp(inputs: int, outputs: int) -> Callable[[], Any]:
-    return lambda: keras.Sequential(
-        [keras.Input((inputs,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(outputs)]
-    )
+    layers = keras.layers
+    return networks(inputs, lambda: layers.Dense(5, "tanh"), lambda: layers.Dense(outputs))
 
 
 # Losses over the whole batch ----------------------------------------------------------------------
@@ -439,11 +424,8 @@ def by_hand_sentences() -> None:
         hidden = keras.layers.Dense(4, kernel_regularizer=penalty)
         return keras.Sequential([keras.Input((3,)), hidden, Adds(), keras.layers.Dense(1)])
 
-    def whole_loss(model: Any, batch: Any) -> Any:
-        return squared(model, batch) + tf.add_n(model.losses)
-
     batches = cut((x, y), (6, 1, 4))
-    expected = plain(built(build), keras.optimizers.SGD(0.1), whole_loss, batches)
+    expected = plain(built(build), keras.optimizers.SGD(0.1), squared, batches)
     in_replica = plain(built(mlp(3, 1)), keras.optimizers.SGD(0.1), squared, batches)
     for replicas in REPLICAS:
         strategy = strategy_of(replicas)

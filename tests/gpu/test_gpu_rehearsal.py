@@ -98,11 +98,13 @@ def test_numbers_are_judged_by_what_the_driver_says(judge: Any, numbers: Any, wr
         judge(*numbers)
 
 
-def test_what_needs_a_gpu_is_not_run_and_says_so() -> None:
-    for check in (memory.growth, memory.limit, memory.micro_batches):
-        status, error = outcome(check)
-        assert status == "not run"
-        assert error.startswith("needs a GPU that TensorFlow can see: ")
+@pytest.mark.parametrize(
+    "check", [memory.growth, memory.limit, memory.micro_batches], ids=lambda check: check.__name__
+)
+def test_what_needs_a_gpu_is_not_run_and_says_so(check: Any) -> None:
+    status, error = outcome(check)
+    assert status == "not run"
+    assert error.startswith("needs a GPU that TensorFlow can see: ")
 
 
 def test_a_group_without_its_gpu_is_not_run() -> None:

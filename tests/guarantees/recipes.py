@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from guarantee import Difference
 from one_device import SEED, ByHand, difference, strategy_of
-from small_problem import X, Y, crossentropy, mlp
+from problems import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
 

@@ -64,7 +64,7 @@ def hold_plain(case: Case, outcome: Outcome) -> None:
 # The page -----------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_record_says_of_each_case() -> None:
+def test_the_page_is_what_the_record_says_of_each_case(subtests: pytest.Subtests) -> None:
     record = page.read()
     assert page.PAGE.read_text() == page.render(record), (
         "docs/guarantees.md is not what docs/guarantees.json says; it is never edited by hand: "
@@ -72,6 +72,7 @@ def test_the_page_is_what_the_record_says_of_each_case() -> None:
     )
     assert list(record["cases"]) == [case.name for case in CASES]
     for case in CASES:
-        recorded = record["cases"][case.name]
-        assert {key: recorded[key] for key in case.described()} == case.described()
-        assert case.fault(Outcome.from_json(recorded["ours"])) == ""
+        with subtests.test(case=case):
+            recorded = record["cases"][case.name]
+            assert {key: recorded[key] for key in case.described()} == case.described()
+            assert case.fault(Outcome.from_json(recorded["ours"])) == ""

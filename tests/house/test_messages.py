@@ -38,7 +38,7 @@ def test_each_example_has_a_name_of_its_own() -> None:
 def test_each_example_ends_with_the_line() -> None:
     bare = [
         key for key, node in registered().items() if isinstance(node.body[-1], ast.With)
-        and "told()" in ast.unparse(node.body[-1].items[0])
+        and "told(" in ast.unparse(node.body[-1].items[0])
     ]  # fmt: skip
     assert not bare
 

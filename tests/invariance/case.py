@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from law import model
 
 import tfmultigpu as tmg
@@ -52,11 +51,3 @@ class Case:
 def cut(*arrays: Any) -> list[Any]:
     """Batches ``(x, y, ...)`` of these sizes; each array, or dict or tuple of arrays, is cut."""
     return model.cut(arrays, SIZES)
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, high, shape)

@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from case import SIZES, Case, cut, integers, normal
+from case import SIZES, Case, cut
 from keras import layers
+from problems import integers, normal
 
 from tfmultigpu.addons.testing import Training
 from tfmultigpu.strategies.scopes import all_layers

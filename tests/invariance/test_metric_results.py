@@ -9,8 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from case import SIZES, cut, integers, normal
+from case import SIZES, cut
 from one_device import strategy_of
+from problems import integers, normal
 
 import tfmultigpu as tmg
 

@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from case import SIZES, Case, cut, integers, normal
+from case import SIZES, Case, cut
 from keras import layers
+from problems import integers, network, normal
 
 from tfmultigpu.addons.testing import Training
 
@@ -56,7 +57,7 @@ class InputAverage(keras.layers.Layer):
 
 def averaging() -> Training:
     inner = [layers.Dense(5, "tanh"), InputAverage(), layers.Dense(4)]
-    return classifier(keras.Sequential([keras.Input((6,)), *inner]))
+    return classifier(network(6, *inner))
 
 
 class RaggedMean(keras.Model):
@@ -121,7 +122,7 @@ def low(policy: str, output: str = "float32", normalised: bool = False) -> Calla
             inner += [layers.BatchNormalization(synchronized=True, dtype=policy)]
             inner += [layers.LayerNormalization(dtype=policy)]
         inner += [layers.Dense(4, dtype=policy), layers.Activation("linear", dtype=output)]
-        return classifier(keras.Sequential([keras.Input((6,)), *inner]), output, 0.05)
+        return classifier(network(6, *inner), output, 0.05)
 
     return build
 

@@ -15,8 +15,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from case import Case, cut, integers
+from case import Case, cut
 from one_device import ByHand, Replicated, difference
+from problems import integers, network
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.testing import Training
@@ -80,7 +81,7 @@ class OneHot(keras.layers.Embedding):
 
 def bag(lookup: type = keras.layers.Embedding) -> keras.Model:
     layers = [lookup(6, 3), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(4)]
-    return keras.Sequential([keras.Input((8,), dtype="int32"), *layers])
+    return network(8, *layers, dtype="int32")
 
 
 def case(name: str, replicas: tuple[int, ...], **options: Any) -> Case:
@@ -103,13 +104,16 @@ def test_replicas_give_the_dense_result_of_one_device(case: Case) -> None:
     case.hold()
 
 
-def test_accumulation_inside_an_optimizer_is_refused() -> None:
+def test_accumulation_inside_an_optimizer_is_refused(subtests: pytest.Subtests) -> None:
     for make in (
         lambda: optimizers.SGD(0.1, gradient_accumulation_steps=4),
         lambda: optimizers.LossScaleOptimizer(sgd(gradient_accumulation_steps=4)),
         lambda: several(gradient_accumulation_steps=4),
     ):
-        with pytest.raises(tmg.TfMultiGpuError, match="pass micro_batches=4 to make_train_step"):
+        with (
+            subtests.test(make=make),
+            pytest.raises(tmg.TfMultiGpuError, match="pass micro_batches=4 to make_train_step"),
+        ):
             Replicated(2, bag, make, LOSS)
 
 
@@ -122,11 +126,11 @@ def after(name: str, *, dense: bool, lookup: type = keras.layers.Embedding) -> l
     return ByHand(build, ALL[name], LOSS, dense=dense).train(BATCHES).weights
 
 
-def test_the_result_is_that_of_a_matrix_product() -> None:
+@pytest.mark.parametrize("name", ["SGD, global_clipnorm", "Adam", "RMSprop, centered"], ids=str)
+def test_the_result_is_that_of_a_matrix_product(name: Any) -> None:
     """The truth of the cases above is no invention: plain Keras gives it for a dense lookup."""
-    for name in ("SGD, global_clipnorm", "Adam", "RMSprop, centered"):
-        one_hot = after(name, dense=False, lookup=OneHot)
-        assert difference(after(name, dense=True), one_hot) <= 1e-6, name
+    one_hot = after(name, dense=False, lookup=OneHot)
+    assert difference(after(name, dense=True), one_hot) <= 1e-6, name
 
 
 def documented() -> dict[str, tuple[float, float]]:

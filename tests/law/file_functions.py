@@ -35,7 +35,7 @@ def compiled(*layers: Any) -> Any:
 
 
 def on_workers(make: Callable[[], Any]) -> Any:
-    with worker_functions._joined["strategy"].scope():
+    with worker_functions.joined["strategy"].scope():
         return make()
 
 

@@ -18,19 +18,19 @@ from law.pair import Pair, Row
 SIZES = [7, 1, 2, 5]  # an odd one, one row, as many rows as workers, and odd again
 # Synchronized normalisation leaves no micro-batches; everything else is on.
 EVERYTHING = Row(2, norm=True, options=(("loss_scale", 1024.0),))
-_joined: dict[str, Any] = {}
+joined: dict[str, Any] = {}
 
 
 def join(startup_timeout: float = 60.0) -> int:
     """Joins the cluster and returns the number of replicas."""
     strategy = tmg.create_strategy("multi_worker", fallback=False, startup_timeout=startup_timeout)
-    _joined["strategy"] = strategy
+    joined["strategy"] = strategy
     return strategy.num_replicas_in_sync
 
 
 def everything_at_once() -> list[np.ndarray]:
     """Holds to one device the model that has every feature; returns its values."""
-    pair = EVERYTHING.pair(_joined["strategy"])
+    pair = EVERYTHING.pair(joined["strategy"])
     pair.hold(batches_of(SIZES, [0.0, 1.0, 3.0], [1]), 3)
     return pair.ours.values()
 
@@ -42,7 +42,7 @@ def clipping_set_on_the_optimizer() -> list[np.ndarray]:
     def build() -> Any:
         return small(keras.optimizers.SGD(0.5, global_clipnorm=0.1))
 
-    pair = Pair(build, batches[0], _joined["strategy"], shares=(3, 1))
+    pair = Pair(build, batches[0], joined["strategy"], shares=(3, 1))
     pair.hold(batches)
     return pair.ours.values()
 
@@ -54,7 +54,7 @@ def preprocessed(strategy: Any = None) -> list[float]:
         return example + tf.random.stateless_uniform([], seed, dtype=tf.float64)
 
     keras.utils.set_random_seed(5)
-    strategy = strategy or _joined["strategy"]
+    strategy = strategy or joined["strategy"]
     data = tmg.distribute_dataset(np.arange(16.0), strategy, batch_size=7, preprocess=noisy)
     parts = []
     for _ in range(2):
@@ -76,7 +76,7 @@ def loops(folder: str, scope: Any = None) -> dict[str, Any]:
 
     plain = compiled()
     expected = plain.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
-    with scope or _joined["strategy"].scope():
+    with scope or joined["strategy"].scope():
         model = compiled()
     history = tmg.fit(model, x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
     assert history.keys() == expected.keys()
@@ -105,12 +105,12 @@ def loops(folder: str, scope: Any = None) -> dict[str, Any]:
 def train_until_alone() -> str:
     """Trains without an end; a worker that is lost ends it. The last one of them is killed."""
     batches = regression([6])
-    with _joined["strategy"].scope():
+    with joined["strategy"].scope():
         training = small()
     step = tmg.make_train_step(
-        training.model, training.optimizer, training.loss, _joined["strategy"]
+        training.model, training.optimizer, training.loss, joined["strategy"]
     )
-    data = tmg.distribute_dataset(batches[0], _joined["strategy"], batch_size=6)
+    data = tmg.distribute_dataset(batches[0], joined["strategy"], batch_size=6)
     (shards,) = list(data)
     for number in itertools.count():
         step(shards)

@@ -180,7 +180,7 @@ def _texts(node: ast.expr, names: dict[str, list[ast.expr]]) -> list[str]:
 
 # Examples -----------------------------------------------------------------------------------------
 
-Told = Callable[[], contextlib.AbstractContextManager[None]]
+Told = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,18 +218,26 @@ def example(words: str) -> Callable[[Any], Any]:
 
 
 @contextlib.contextmanager
-def told(expected: list[Message]) -> Iterator[None]:
-    """Holds that what runs in it raises or warns one of these messages, and nothing else."""
+def told(expected: list[Message], kind: Any = Exception, words: str = "") -> Iterator[None]:
+    """Holds that what runs in it raises or warns one of these messages, and nothing else.
+
+    Args:
+        expected: The messages.
+        kind: The class of the error, for a user to catch.
+        words: A pattern of its text, such as the values received.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        said = None
+        raised: list[Exception] = []
         try:
             yield
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-    texts = [str(warning.message) for warning in caught] if said is None else [said]
-    assert any(message.says(text) for message in expected for text in texts), (
-        f"The mistake is told as {texts or 'nothing'}, not as {[str(m) for m in expected]}"
+            raised.append(error)
+    said = raised or [warning.message for warning in caught]
+    right = [one for one in said if isinstance(one, kind) and re.search(words, str(one), re.DOTALL)]
+    assert any(message.says(str(one)) for message in expected for one in right), (
+        f"The mistake is told as {said or 'nothing'}, not as {[str(m) for m in expected]}"
+        f" by {kind} with {words!r}"
     )
 
 

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from law.processes import pool
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -37,7 +38,7 @@ def sharded(build: Any = dense, **options: Any) -> Any:
 
 @example("Layers are placed by hand on one replica")
 def layers_by_hand_on_two_replicas(told: Told) -> None:
-    with told():
+    with told(tmg.TfMultiGpuError, "LayersByHand and 2 replicas"):
         step(features=[tmg.sharding.LayersByHand()])
     by_hand = [tmg.sharding.LayersByHand()]
     alone = tf.distribute.get_strategy()
@@ -52,14 +53,14 @@ def a_pipeline_of_one_micro_batch(told: Told) -> None:
             micro_batches=micro_batches, features=[tmg.sharding.LayersByHand(pipeline=True)],
         )  # fmt: skip
 
-    with told():
+    with told(tmg.TfMultiGpuError, r"micro_batches=1\. Write"):
         placed(1)
     placed(8)(BATCH)
 
 
 @example("XLA cannot read a variable on another device")
 def sharded_by_xla(told: Told) -> None:
-    with told():
+    with told(tmg.TfMultiGpuError):
         step(sharded(), jit_compile=True)(BATCH)
     step(sharded())(BATCH)
     step(made(), jit_compile=True)(BATCH)
@@ -84,7 +85,7 @@ class Counts(keras.layers.Layer):
 @example("All replicas share a sharded variable, so none may write to it")
 def a_layer_that_assigns_a_sharded_variable(told: Told) -> None:
     def counting(trainable: bool) -> Any:
-        return keras.Sequential([keras.Input((4,)), Counts(trainable)])
+        return network(4, Counts(trainable))
 
     model = sharded(lambda: counting(trainable=True))
     kernel = model.layers[0].calls
@@ -97,7 +98,7 @@ def a_layer_that_assigns_a_sharded_variable(told: Told) -> None:
 
 @example("sharded_variables was entered outside the scope of a strategy")
 def sharded_outside_the_scope(told: Told) -> None:
-    with told(), tmg.sharded_variables():
+    with told(tmg.ScopeError, r"with strategy\.scope\(\), tmg\.sharded"), tmg.sharded_variables():
         dense()
     with strategy_of(2).scope(), tmg.sharded_variables():
         dense()
@@ -106,7 +107,7 @@ def sharded_outside_the_scope(told: Told) -> None:
 @example("Variables can be sharded over the devices of a mirrored strategy only")
 def sharded_centrally(told: Told) -> None:
     central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
-    with told(), central.scope(), tmg.sharded_variables():
+    with told(tmg.TfMultiGpuError), central.scope(), tmg.sharded_variables():
         dense()
     strategy = tmg.create_strategy(prefer="mirrored", devices=["CPU:0", "CPU:1"])
     with strategy.scope(), tmg.sharded_variables():
@@ -129,7 +130,7 @@ def apply_to_sharded_variables(told: Told) -> None:
 
 @example("memory has a positive number of bytes for each device of the strategy")
 def memory_of_one_of_two(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, "for each device"):
         sharded(memory={"CPU:0": 22e9})
     sharded(memory={"CPU:0": 22e9, "CPU:1": 8e9})
 
@@ -186,7 +187,7 @@ def memory_of_zero(told: Told) -> None:
 @example("There is no batch to profile")
 def nothing_to_profile(told: Told) -> None:
     trained = step()
-    with told():
+    with told(tmg.errors.DataError):
         tmg.tuning.profile_step(trained, distribute(batches().take(0)))
     tmg.tuning.profile_step(trained, distribute(batches()), steps=2)
 
@@ -223,7 +224,7 @@ def speeds_that_do_not_show(told: Told) -> None:
 def speeds_of_a_small_batch(told: Told) -> None:
     trained = step()
     trained(BATCH)
-    with told():
+    with told(tmg.errors.DataError, r"7 examples for 2 replicas\. Give 8 or more"):
         tmg.measured_capacities(trained, (X[:7], Y[:7]))
     measured(trained, (X[:8], Y[:8]))
 
@@ -231,7 +232,7 @@ def speeds_of_a_small_batch(told: Told) -> None:
 @example("Measuring trains and then restores the variables")
 def speeds_of_a_new_step(told: Told) -> None:
     trained = step(made(lambda: keras.Sequential([keras.layers.Dense(2)])))
-    with told():
+    with told(tmg.errors.DataError, r"Call step\(batch\) once\."):
         tmg.measured_capacities(trained, BATCH)
     trained(BATCH)
     measured(trained, BATCH)
@@ -258,7 +259,7 @@ def rows_that_meet(told: Told) -> None:
 
     def train(layer: Any = None, forward: Any = None, change: Any = None) -> None:
         layers = [layer()] if layer else []
-        model = made(lambda: keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)]))
+        model = made(lambda: network(4, *layers, keras.layers.Dense(2)))
         if change is not None:
             change(model)
         loss = None if forward else "mse"
@@ -364,7 +365,7 @@ def values_of_replicas_returned(told: Told) -> None:
 
 @example("Received: replicas={}, tolerance={}")
 def no_replicas(told: Told) -> None:
-    with told():
+    with told(ValueError, r"replicas=\(\)"):
         hold(returning(1.0), replicas=())
     hold(returning(1.0), replicas=(2, 3), tolerance=1e-6)
 
@@ -374,7 +375,7 @@ def one_batch_in_place_of_a_list(told: Told) -> None:
     def build() -> Any:
         return tmg.testing.Training(dense(), keras.optimizers.SGD(0.1), "mse")
 
-    with told():
+    with told(tmg.TfMultiGpuError):
         hold(build, BATCH)
     hold(build, [BATCH, BATCH])
     hold(build, tf.data.Dataset.from_tensor_slices(BATCH).batch(8))
@@ -382,7 +383,7 @@ def one_batch_in_place_of_a_list(told: Told) -> None:
 
 @example("build must return a Training")
 def a_model_built(told: Told) -> None:
-    with told():
+    with told(tmg.TfMultiGpuError, r"Received: Sequential\. Write return tmg\.testing"):
         hold(dense, [BATCH])
     hold(lambda: tmg.testing.Training(dense(), keras.optimizers.SGD(0.1), "mse"), [BATCH])
 
@@ -403,7 +404,7 @@ def options_of_a_function(told: Told) -> None:
 
 @example("A worker process cannot be sent this")
 def a_lambda_in_workers(told: Told) -> None:
-    with told():
+    with told(ValueError, "from the top level of a module"):
         tmg.testing.run_workers(lambda: None, workers=1)
     tmg.testing.run_workers(os.getpid, workers=1)
     Path("train.py").write_text("print('trained')")
@@ -432,34 +433,36 @@ def right_config() -> None:
     assert planned(config_of()).kind == "multi_worker"
 
 
-def wrong_configs(told: Told, *configs: Any) -> None:
+def wrong_configs(told: Told, *configs: Any, words: str = "^TF_CONFIG: ") -> None:
     for config in configs:
-        with told():
+        with told(tmg.errors.ClusterError, words):
             planned(config)
     right_config()
 
 
 @example('has "sparseCluster"')
 def sparse_cluster(told: Told) -> None:
-    wrong_configs(told, config_of(sparseCluster={}))
+    wrong_configs(told, config_of(sparseCluster={}), words="enableDynamicWorker")
     planned(config_of())
 
 
 @example('"rpc_layer" must be "grpc"')
 def rpc_layer(told: Told) -> None:
-    wrong_configs(told, config_of(rpc_layer="http"))
+    wrong_configs(told, config_of(rpc_layer="http"), words="Received: .http")
     planned(config_of())
 
 
 @example("task.type is not in the cluster")
 def a_task_without_cluster(told: Told) -> None:
-    wrong_configs(told, config_of(task={"type": "chief", "index": 0}))
+    config = config_of(task={"type": "chief", "index": 0})
+    wrong_configs(told, config, words=r"It has \['worker'\]")
     planned(config_of({"chief": WORKERS[:1], "worker": WORKERS[1:]}, {"type": "chief", "index": 0}))
 
 
 @example("task.index is out of range, or not a whole number")
 def a_task_out_of_range(told: Told) -> None:
-    wrong_configs(told, config_of(task={"type": "worker", "index": 2}))
+    config = config_of(task={"type": "worker", "index": 2})
+    wrong_configs(told, config, words=r"cluster\.worker has 2 .*: 0 to 1")
     planned(config_of(task={"type": "worker", "index": 1}))
 
 
@@ -477,13 +480,14 @@ def no_task(told: Told) -> None:
 
 @example('"cluster" has an unknown task type')
 def parameter_servers(told: Told) -> None:
-    wrong_configs(told, config_of({"worker": WORKERS[:1], "ps": WORKERS[1:]}))
+    config = config_of({"worker": WORKERS[:1], "ps": WORKERS[1:]})
+    wrong_configs(told, config, words=r"'ps'\. .*Parameter servers \(ps\) are ")
     planned(config_of({"worker": WORKERS}))
 
 
 @example("cluster.{} must be a list of addresses")
 def addresses_as_text(told: Told) -> None:
-    wrong_configs(told, config_of({"worker": "host1:2222"}))
+    wrong_configs(told, config_of({"worker": "host1:2222"}), words="Received: 'host1:2222'")
     right_config()
 
 
@@ -501,28 +505,29 @@ def any_wrong_config(told: Told) -> None:
 
 @example("workers must be a list of addresses")
 def workers_as_text(told: Told) -> None:
-    with told():
+    with told(tmg.errors.ClusterError, "Received: 'host1:2222'"):
         tmg.workers.Cluster("host1:2222", 0)
     tmg.workers.Cluster(workers=["host1:2222", "host2:2222"], index=0)
 
 
 @example("index must be a whole number")
 def an_index_as_text(told: Told) -> None:
-    with told():
-        tmg.workers.Cluster(WORKERS, "0")  # type: ignore[arg-type]
+    for wrong in ("0", True):
+        with told(tmg.errors.ClusterError, f"Received: {wrong!r}"):
+            tmg.workers.Cluster(WORKERS, wrong)  # type: ignore[arg-type]
     tmg.workers.Cluster(workers=["host1:2222", "host2:2222"], index=0)
 
 
 @example("{}: {}. Received: {}. {}.")
 def any_wrong_cluster(told: Told) -> None:
-    with told():
+    with told(tmg.errors.ClusterError, "^Cluster: .* It looks like Clus"):
         tmg.workers.Cluster([], 0)
     tmg.workers.Cluster(workers=["host1:2222", "host2:2222"], index=0)
 
 
 @example("index is out of range")
 def an_index_out_of_range(told: Told) -> None:
-    with told():
+    with told(tmg.errors.ClusterError, r"Received: 2\. There are 2 workers: 0 to 1\."):
         tmg.workers.Cluster(WORKERS, 2)
     tmg.workers.Cluster(WORKERS, 1)
 
@@ -557,7 +562,7 @@ def slurm_of_another_step(told: Told) -> None:
 
 @example("task {} is not on node {}, as if Slurm had not numbered")
 def slurm_that_deals_tasks(told: Told) -> None:
-    with told():
+    with told(tmg.errors.ClusterError, "task 2 is not on node 1.*Write srun --distribution=block"):
         planned(**{**SLURM, "SLURM_NODEID": "0"})
     assert planned(**SLURM).kind == "multi_worker"  # As srun --distribution=block sets it.
 
@@ -565,7 +570,7 @@ def slurm_that_deals_tasks(told: Told) -> None:
 @example("{} Received: {}. Start the program with srun")
 def slurm_without_variables(told: Told) -> None:
     partly = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    with told():
+    with told(tmg.errors.ClusterError, "SLURM_STEP_NODELIST is not set"):
         planned(**partly)
     assert planned(**SLURM).kind == "multi_worker"
     alone = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NUM_TASKS"}
@@ -583,7 +588,7 @@ def devices_beside_a_cluster(told: Told) -> None:
 
 @example("There is no such script")
 def a_script_that_is_missing(told: Told) -> None:
-    with told():
+    with told(ValueError, r"Received: 'train\.py', in /"):
         launch("train.py", workers=1)
     Path("train.py").write_text("print('trained')")
     command = [sys.executable, "-m", "tfmultigpu", "launch", "--workers", "1"]
@@ -595,7 +600,7 @@ def a_script_that_is_missing(told: Told) -> None:
 def more_workers_than_gpus(told: Told) -> None:
     Path("train.py").write_text("print('trained')")
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}):
-        with told():
+        with told(tmg.DeviceNotFoundError, r"2 workers need a GPU each, .* 1\. Write --work"):
             launch("train.py", workers=2)
         assert launch("train.py", workers=1) == 0
     # Says that the workers have joined, as create_strategy does, which would import TensorFlow.

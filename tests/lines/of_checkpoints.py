@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -18,7 +19,7 @@ from lines.parts import X, Y, batches, compiled, fit, made, optimizer_of, step
 
 
 def small(units: int = 2) -> tuple[Any, Any]:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
+    model = network(3, keras.layers.Dense(units))
     return model, keras.optimizers.SGD(0.1)
 
 
@@ -78,7 +79,7 @@ def a_second_fit(told: Told) -> None:
 def checkpoints_in_keras_fit(told: Told) -> None:
     model = compiled()
     checkpoints = tmg.Checkpoints("run", model, model.optimizer)
-    with told():
+    with told(tmg.CheckpointError, r"or tmg\.prepare\(model\) before it"):
         model.fit(X, Y, callbacks=[checkpoints.callback()], verbose=0)
     fit(X, Y, model=model, callbacks=[checkpoints.callback()])
     with tmg.prepare(model):
@@ -142,7 +143,7 @@ def a_run_that_was_not_restored(told: Told) -> None:
 
 @example("directory must be a folder for this run, not a URL")
 def a_url(told: Told) -> None:
-    with told():
+    with told(ValueError, "Mount remote storage and give its path"):
         tmg.Checkpoints("gs://bucket/run", *small())
     tmg.Checkpoints("mounted/run", *small()).save()
 
@@ -238,7 +239,7 @@ def seeds_that_are_not_saved(told: Told) -> None:
 
 @example("Checkpoints save only variables of numbers")
 def a_number_as_extra(told: Told) -> None:
-    with told():
+    with told(TypeError, "Received: extra={'accuracy'"):
         tmg.Checkpoints("run", *small(), extra={"accuracy": 0.5})
     metric = keras.metrics.Mean()
     tmg.Checkpoints("run", *small(), extra={"accuracy": metric}).save()
@@ -280,7 +281,7 @@ def a_loop_over_checkpointed_data(told: Told) -> None:
 @example("The order of a pass depends on how far tf.data had read")
 def a_shuffle_below_repeat(told: Told) -> None:
     dataset = tf.data.Dataset.range(10)
-    with told():
+    with told(tmg.CheckpointError, "data=lambda epoch: dataset"):
         tmg.Checkpoints("run", *small(), data=dataset.shuffle(9).repeat(2).batch(2))
     checkpoints = tmg.Checkpoints(
         "run", *small(), data=lambda epoch: dataset.shuffle(9, seed=epoch).batch(2)

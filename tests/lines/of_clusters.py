@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from law import worker_functions
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import EXAMPLES, Told, example, told
@@ -20,11 +21,11 @@ BATCH = X, Y
 def run_on_a_worker(name: str) -> None:
     """Runs an example of this file on this worker, which has joined the cluster."""
     (chosen,) = [one for one in EXAMPLES if one.run.__name__ == name]
-    chosen.run(lambda: told(chosen.messages()))
+    chosen.run(functools.partial(told, chosen.messages()))
 
 
 def strategy() -> Any:
-    return worker_functions._joined["strategy"]
+    return worker_functions.joined["strategy"]
 
 
 def worker() -> int:
@@ -53,7 +54,8 @@ fit = functools.partial(tmg.fit, verbose=0, verify=False)
 @example("The workers call {} with different arguments")
 def other_epochs(told: Told) -> None:
     model = compiled()
-    with told():
+    words = f"Received: epochs={1 + worker()} on worker {worker()}, and another value on worker"
+    with told(tmg.errors.ClusterError, words):
         fit(model, BATCH, epochs=1 + worker())
     fit(model, BATCH, epochs=1)
 
@@ -65,7 +67,9 @@ def a_callback_on_one_worker(told: Told) -> None:
             self.model.optimizer.learning_rate.assign(0.05)
 
     model = compiled()
-    with told():
+    rate = "0.05" if worker() else "0.1"
+    words = f"Received: learning rate {rate}.* of this worker.*Give callbacks that change training"
+    with told(tmg.errors.ClusterError, words):
         fit(model, BATCH, epochs=2, callbacks=[Halves()] if worker() else [])
     model = compiled()
     fit(model, BATCH, epochs=2, callbacks=[Halves()])
@@ -130,7 +134,7 @@ def an_optimizer_in_replicas(told: Told) -> None:
         tmg.apply_reduced_gradients(optimizer, window.reduce()[0], variables)
 
     (batch,) = tmg.distribute_dataset(BATCH, strategy(), batch_size=8)
-    with told():
+    with told(tmg.TfMultiGpuError, r"tmg\.apply_reduced_gradients\("):
         tf.function(inside, autograph=False)(batch)
     tf.function(outside, autograph=False)(batch)
 
@@ -188,7 +192,7 @@ class CountsRows(keras.layers.Layer):
 def counting(in_a_table: bool = False) -> Any:
     with strategy().scope():
         layer = CountsRows(in_a_table)
-        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(2)])
+        model = network(4, layer, keras.layers.Dense(2))
         model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 

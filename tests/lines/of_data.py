@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -40,7 +41,7 @@ def not_a_count(told: Told) -> None:
 @example("A batch is x, (x, y) or (x, y, sample_weight)")
 def four_elements(told: Told) -> None:
     made = step()
-    with told():
+    with told(tmg.errors.DataError, "a tuple of 4 elements"):
         made((X, X, Y, Y))
     with_inputs = keras.layers.Concatenate()
 
@@ -55,7 +56,7 @@ def four_elements(told: Told) -> None:
 @example("The batch holds no tensors")
 def no_tensors(told: Told) -> None:
     made = step()
-    with told():
+    with told(tmg.errors.DataError):
         made(())
     made((X, Y))
 
@@ -86,7 +87,7 @@ def labels_of_other_rows(told: Told) -> None:
 @example("class_weight must be a dict from class number to weight")
 def class_weights_by_name(told: Told) -> None:
     model = classifier()
-    with told():
+    with told(tmg.errors.DataError):
         fit(X, KINDS, model=model, class_weight={"cat": 2.0})
     fit(X, KINDS, model=model, class_weight={0: 1.0, 1: 5.0})
 
@@ -94,7 +95,7 @@ def class_weights_by_name(told: Told) -> None:
 @example("Class weights and sample weights cannot be combined")
 def both_weights(told: Told) -> None:
     model = classifier()
-    with told():
+    with told(tmg.errors.DataError):
         fit((X, KINDS, np.ones(8)), model=model, class_weight={0: 1.0})
     fit((X, KINDS, np.where(KINDS == 0, 1.0, 5.0)), model=model)
 
@@ -107,7 +108,7 @@ def classifier() -> Any:
 
 
 def softmax() -> Any:
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, "softmax")])
+    return network(4, keras.layers.Dense(2, "softmax"))
 
 
 @example("The dataset is not batched")
@@ -120,7 +121,7 @@ def not_batched(told: Told) -> None:
 
 @example("small_batches must be 'partition' or 'copy'")
 def unknown_small_batches(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, "Received: 'pad'"):
         distribute(batches(), small_batches="pad")
     read(distribute(batches(), small_batches="partition"))
 
@@ -137,14 +138,14 @@ def row_weight_of_an_unmarked_batch(told: Told) -> None:
 
 @example("preprocess takes single examples, of which global batches")
 def preprocess_without_batch_size(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, "batch_size=64, preprocess=f"):
         distribute((X, Y), preprocess=lambda row: row)
     read(distribute((X, Y), batch_size=4, preprocess=lambda row: row))
 
 
 @example("seed is for preprocess, which is missing")
 def seed_without_preprocess(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         distribute((X, Y), batch_size=4, seed=1)
     read(distribute((X, Y), batch_size=4))
 
@@ -159,7 +160,7 @@ def loop_over_an_iterator(told: Told) -> None:
             count += 1
         return count
 
-    with told():
+    with told(tmg.errors.DataError, "Write for batch in data, over the dataset"):
         tf.function(over)(iter(data))
     assert tf.function(lambda: over(data))() == 2
 
@@ -189,7 +190,7 @@ def enumerated_in_a_function(told: Told) -> None:
 def columns_of_two_kinds(told: Told) -> None:
     pandas: Any = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"size": [0.1, 0.2, 0.3, 0.4], "kind": ["u", "v", "u", "w"]})
-    with told():
+    with told(tmg.errors.DataError, r"Received: columns \{'size': 'float64', .*get_dum"):
         distribute(frame, batch_size=2)
     read(distribute(pandas.get_dummies(frame), batch_size=2))
     read(distribute({name: frame[name] for name in frame}, batch_size=2))
@@ -307,6 +308,6 @@ def other_types(told: Told) -> None:
 
 @example("The data has no batches")
 def no_batches(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         tmg.predict(fitted(), batches(X).take(0))
     tmg.predict(fitted(), batches(X), verbose=0)

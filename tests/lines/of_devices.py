@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from problems import network
 from tensorflow.python.eager.context import pywrap_tfe  # As tests/devices/test_configure.py does.
 
 import tfmultigpu as tmg
@@ -21,7 +23,7 @@ GIB = 1024**3
 def run_alone(name: str) -> None:
     """Runs an example of this file by its name, in this process."""
     (chosen,) = [one for one in EXAMPLES if one.run.__name__ == name]
-    chosen.run(lambda: told(chosen.messages()))
+    chosen.run(functools.partial(told, chosen.messages()))
 
 
 def three_gpus(driver: bool = False) -> None:
@@ -261,7 +263,7 @@ def a_step_without_the_strategy(told: Told) -> None:
     rows = np.ones((4, 2), "float32")
 
     def build() -> Any:
-        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        return network(2, keras.layers.Dense(1))
 
     with told():
         tmg.distribute_dataset(rows, batch_size=2)

@@ -48,7 +48,7 @@ def a_layer(told: Told) -> None:
 @example("{} was called inside the scope of another strategy")
 def fit_in_another_scope(told: Told) -> None:
     model = fitted()
-    with told(), strategy_of(3).scope():
+    with told(tmg.ScopeError, "fit outside the scope"), strategy_of(3).scope():
         fit(X, Y, model=model)
     fit(X, Y, model=model)
 
@@ -75,7 +75,7 @@ def not_compiled(told: Told) -> None:
 
 @example("Keras would train the sum over the rows")
 def reduction_none(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError, "reduction='sum'"):
         fit(X, Y, model=compiled(keras.losses.MeanSquaredError(reduction=None)))
     for reduction in ("sum", "sum_over_batch_size"):
         fit(X, Y, model=compiled(keras.losses.MeanSquaredError(reduction=reduction)))
@@ -112,7 +112,7 @@ def two_metrics_of_one_name(told: Told) -> None:
 
 @example("A metric has the name of a loss")
 def a_metric_named_loss(told: Told) -> None:
-    with told():
+    with told(ValueError, r"Received: \['loss'\]\. Give the metric another"):
         fit(X, Y, model=(model := counting("loss")), forward=model.forward)
     fit(X, Y, model=(model := counting("first")), forward=model.forward)
 
@@ -126,7 +126,7 @@ def too_little_data(told: Told) -> None:
 
 @example("verbose must be 0, 1, 2 or 'auto'")
 def verbose_of_three(told: Told) -> None:
-    with told():
+    with told(ValueError):
         fit(X, Y, verbose=3)
     fit(X, Y, verbose=0)
 
@@ -164,7 +164,7 @@ def terminate_on_nan_in_a_chain(told: Told) -> None:
                 self.model.stop_training = True
 
     model = compiled()
-    with told():
+    with told(tmg.errors.LossError, r"with steps \['first', 'second'\]\. Write"):
         tmg.fit(model, (X, Y), step=chained(model), callbacks=[keras.callbacks.TerminateOnNaN()])
     tmg.fit(model, (X, Y), step=chained(model), callbacks=[Stop()], verbose=0)
 
@@ -177,7 +177,7 @@ def moving_averages_of_sharded_variables(told: Told) -> None:
             model.compile(keras.optimizers.SGD(0.1, **options), "mse")
         return model
 
-    with told():
+    with told(tmg.errors.LossError, "SGD with use_ema"):
         fit(X, Y, model=sharded(use_ema=True))
     fit(X, Y, model=sharded())
     model = sharded(use_ema=True)
@@ -200,7 +200,7 @@ def a_schedule_of_another_optimizer(told: Told) -> None:
 
 @example("they cannot run inside a tf.function")
 def fit_in_a_function(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         tf.function(lambda: fit(X, Y), autograph=False)()
     fit(X, Y)
     trained = step()
@@ -212,14 +212,14 @@ def fit_in_a_function(told: Told) -> None:
 
 @example("fit, evaluate and predict take one data argument")
 def data_twice(told: Told) -> None:
-    with told():
+    with told(TypeError, r"Received: data beside x\. Write tmg\.evaluate\("):
         tmg.evaluate(fitted(), (X, Y), x=X)
     tmg.evaluate(fitted(), (X, Y), verbose=0)
 
 
 @example("A tuple is (x, y), so it holds labels already")
 def a_tuple_beside_labels(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y"):
         fit((X, X), Y)
     fit((X, Y))
     with strategy_of(2).scope():
@@ -232,14 +232,14 @@ def a_tuple_beside_labels(told: Told) -> None:
 
 @example("validation_split works only for arrays")
 def a_split_of_a_dataset(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         fit(batches(), validation_split=0.5)
     fit(batches().take(1), validation_data=batches().skip(1))
 
 
 @example("validation_split is a fraction that leaves examples")
 def a_split_that_leaves_nothing(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, "of 8 examples"):
         fit(X, Y, validation_split=0.999)
     fit(X, Y, validation_split=0.5)
 
@@ -248,9 +248,10 @@ def a_split_that_leaves_nothing(told: Told) -> None:
 def checkpoints_with_steps_per_epoch(told: Told) -> None:
     model = compiled()
     dataset = single_examples()
-    with told():
-        callback = tmg.Checkpoints("first", model, model.optimizer).callback()
-        fit(dataset.batch(2), model=model, steps_per_epoch=3, callbacks=[callback])
+    callback = tmg.Checkpoints("first", model, model.optimizer).callback()
+    for data in ((X, Y), dataset.batch(2)):
+        with told(tmg.errors.DataError, r"take\(steps\)"):
+            fit(data, model=model, steps_per_epoch=3, callbacks=[callback])
     checkpoints = tmg.Checkpoints(
         "run", model, model.optimizer,
         data=lambda epoch: dataset.shuffle(8, seed=epoch).batch(2).take(3),
@@ -268,7 +269,7 @@ def data_for_three(told: Told) -> None:
 
 @example("The data has no end, so a pass over it would never finish")
 def endless(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError, r"steps=100, or leave out \.repeat"):
         tmg.evaluate(fitted(), batches().repeat())
     tmg.evaluate(fitted(), batches().repeat(), steps=100, verbose=0)
     tmg.evaluate(fitted(), batches(), verbose=0)
@@ -276,14 +277,14 @@ def endless(told: Told) -> None:
 
 @example("{} works only for arrays (x, y). Received")
 def sample_weight_beside_a_dataset(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         tmg.evaluate(fitted(), batches(), sample_weight=np.ones(8))
     tmg.evaluate(fitted(), batches(X, Y, np.ones(8, "float32")), verbose=0)
 
 
 @example("The data is already distributed, so {} cannot be applied")
 def shares_of_distributed_data(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         fit(distribute(batches()), shares=(1, 2))
     fit(batches(), shares=(1, 2))
     fit(distribute(batches()))
@@ -329,7 +330,7 @@ def stop_iteration(told: Told) -> None:
 
 @example("{} has no argument {}")
 def an_unknown_argument(told: Told) -> None:
-    with told():
+    with told(TypeError, "Received.*Write epochs"):
         fit(X, Y, epoch=1)
     fit(X, Y, epochs=1)
 
@@ -377,7 +378,7 @@ def predictions_of_other_lengths(told: Told) -> None:
 
 @example("prepare takes a keras.Model")
 def prepared_layer(told: Told) -> None:
-    with told():
+    with told(TypeError, "Received: Dense"):
         tmg.prepare(keras.layers.Dense(2))
     tmg.prepare(fitted()).close()
 
@@ -385,7 +386,7 @@ def prepared_layer(told: Told) -> None:
 @example("The step does not train the model, which callbacks would save")
 def a_step_of_another_model(told: Told) -> None:
     trained = step(other := made())
-    with told():
+    with told(ValueError, "and a step that trains "):
         tmg.fit(made(), (X, Y), step=trained, verbose=0)
     tmg.fit(other, (X, Y), step=trained, verbose=0)
 
@@ -393,7 +394,7 @@ def a_step_of_another_model(told: Told) -> None:
 @example("forward computes the loss itself and shows no labels")
 def a_loss_beside_forward(told: Told) -> None:
     model = compiled("mse")
-    with told():
+    with told(tmg.errors.LossError, "compiled with loss"):
         fit(X, Y, model=model, forward=mean_of)
     with strategy_of(2).scope():
         model.compile(optimizer=keras.optimizers.SGD(0.1))
@@ -404,7 +405,7 @@ def a_loss_beside_forward(told: Told) -> None:
 @example("A step has its own options")
 def options_beside_a_step(told: Told) -> None:
     model = compiled()
-    with told():
+    with told(ValueError, "Received: clip_norm beside a step"):
         tmg.fit(model, (X, Y), step=trained_by(model), clip_norm=1.0, verbose=0)
     tmg.fit(model, (X, Y), step=trained_by(model, clip_norm=1.0), verbose=0)
     fit(X, Y, model=model, clip_norm=1.0)
@@ -414,7 +415,7 @@ def options_beside_a_step(told: Told) -> None:
 def nothing_to_validate_with(told: Told) -> None:
     model = made()
     trained = step(model)
-    with told():
+    with told(tmg.errors.LossError, "eval_step="):
         tmg.fit(model, (X, Y), step=trained, validation_data=(X, Y), verbose=0)
     evaluate = tmg.make_eval_step(model, "mse", strategy_of(2), verify=False)
     tmg.fit(model, (X, Y), step=trained, eval_step=evaluate, validation_data=(X, Y), verbose=0)
@@ -443,7 +444,7 @@ def a_step_for_three(told: Told) -> None:
 
 @example("shuffle must be True or False")
 def shuffle_of_batches(told: Told) -> None:
-    with told():
+    with told(tmg.errors.DataError):
         fit(X, Y, shuffle="batch")
     fit(X, Y, shuffle=True)
     fit(X, Y, shuffle=False)

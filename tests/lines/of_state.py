@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -39,7 +40,7 @@ class CountsRows(keras.layers.Layer):
 
 def trained(layer: Any, verify: Any = False) -> Any:
     """Returns a step that has trained a model with the layer that ``layer()`` creates."""
-    model = made(lambda: keras.Sequential([keras.Input((4,)), layer(), keras.layers.Dense(2)]))
+    model = made(lambda: network(4, layer(), keras.layers.Dense(2)))
     of_model = step(model, verify=verify)
     of_model(BATCH)
     return of_model

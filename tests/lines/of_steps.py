@@ -10,6 +10,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
@@ -45,8 +46,8 @@ def by_forward(forward: Any, build: Any = dense, **options: Any) -> Any:
 
 @example("model must be a Keras model or layer")
 def normalized_by_name(told: Told) -> None:
-    model = made(lambda: keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()]))
-    with told():
+    model = made(lambda: network(4, keras.layers.BatchNormalization()))
+    with told(TypeError, "Received: .*model"):
         tmg.synchronize_batch_norm("model")
     tmg.synchronize_batch_norm(model)
 
@@ -54,7 +55,7 @@ def normalized_by_name(told: Told) -> None:
 @example("A step runs on all replicas of its strategy by itself")
 def a_step_in_another_scope(told: Told) -> None:
     trained = step()
-    with told(), strategy_of(3).scope():
+    with told(tmg.ScopeError, "in the scope of Mirrored.*with 3 repl"), strategy_of(3).scope():
         trained(BATCH)
     trained(BATCH)
 
@@ -74,7 +75,7 @@ def a_batch_into_a_function(told: Told) -> None:
     trained = step()
     (batch,) = distribute(batches(size=8))
     theirs = iter(strategy_of(2).experimental_distribute_dataset(batches(size=8)))
-    with told():
+    with told(tmg.errors.DataError, r"call step\(next\(iterator\)\)"):
         tf.function(lambda shards: trained(shards)["loss"], autograph=False)(batch)
     with told():
         tf.function(lambda it: trained(next(it))["loss"], autograph=False)(theirs)
@@ -97,7 +98,7 @@ def a_shard_without_rows(told: Told) -> None:
 @example("A batch is a tensor or a tuple or dict of tensors with rows")
 def a_number_in_a_batch(told: Told) -> None:
     trained = step()
-    with told():
+    with told(tmg.errors.DataError, "Received: float"):
         trained((X, 3.0))
     for batch in distribute(batches()):
         trained(batch)
@@ -107,10 +108,12 @@ def a_number_in_a_batch(told: Told) -> None:
 def stateful(told: Told) -> None:
     def build(**options: Any) -> Any:
         shape = {"batch_shape": (8, 2, 4)} if options else {"shape": (2, 4)}
-        return keras.Sequential([keras.Input(**shape), keras.layers.GRU(2, **options)])
+        return keras.Sequential(
+            [keras.Input(**shape), keras.layers.GRU(2, name="memory", **options)]
+        )
 
     sequences = np.ones((8, 2, 4), "float32"), Y
-    with told():
+    with told(tmg.ScopeError, r"\['memory'\].*Drop stateful"):
         step(made(lambda: build(stateful=True)))(sequences)
     step(made(build))(sequences)
     alone = tmg.create_strategy(devices=1)
@@ -130,7 +133,7 @@ def not_built(told: Told) -> None:
             return self.dense(x["features"])
 
     model = made(Own)
-    with told():
+    with told(tmg.ScopeError, r"scope\(\): model\(x\[:1\]\)"):
         step(model)(BATCH)
     with strategy_of(2).scope():
         model({"features": X[:1]})
@@ -148,7 +151,7 @@ def a_chain_of_functions(told: Told) -> None:
 @example("Each step needs a name of its own")
 def two_names_alike(told: Told) -> None:
     first, second = step(), step()
-    with told():
+    with told(ValueError):
         tmg.chain_steps(first, second, names=("step", "step"))
     tmg.chain_steps(first, second, names=("step_1", "step_2"))
 
@@ -162,9 +165,12 @@ def seeds_outside_the_scope(told: Told) -> None:
 
         return forward
 
-    outside = keras.random.SeedGenerator(1)
-    with told():
+    outside = keras.random.SeedGenerator(1, name="beside")
+    with told(tmg.ScopeError, r"'beside', .* 2 replica.*SeedGenerator\("):
         by_forward(noisy(outside))
+    one, sgd = tf.distribute.get_strategy(), keras.optimizers.SGD()
+    alone = tmg.make_train_step(dense(), sgd, None, one, forward=noisy(outside), verify=False)
+    assert np.isfinite(float(alone(BATCH)["loss"]))
     with strategy_of(2).scope():
         seeds = keras.random.SeedGenerator(1)
     by_forward(noisy(seeds))
@@ -175,7 +181,7 @@ def a_hook_with_a_typing_error(told: Told) -> None:
     def named(hook: str) -> Any:
         return type("Own", (tmg.steps.Feature,), {hook: lambda self, gradient: gradient})
 
-    with told():
+    with told(TypeError, r"Own\.on_gradients is never called\. Name it on_grad"):
         named("on_gradients")
     step(features=[named("on_gradient")()])(BATCH)
 
@@ -189,14 +195,14 @@ def gathering(model: Any, batch: Any, training: bool) -> Any:
 
 @example("gather_rows would see the rows of one micro-batch only")
 def gathered_in_micro_batches(told: Told) -> None:
-    with told():
+    with told(tmg.TfMultiGpuError, "Write micro_batches"):
         by_forward(gathering, micro_batches=2)
     by_forward(gathering, micro_batches=1)
 
 
 @example("is called where the global batch is not known")
 def gathered_anywhere(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError, r"tmg\.gather_rows .*forward=f"):
         strategy_of(2).run(lambda: tmg.gather_rows(X))
     by_forward(gathering)
     for batch in distribute(batches()):
@@ -216,7 +222,7 @@ def gathered_ragged(told: Told) -> None:
         for batch in distribute(batches(ragged)):
             strategy_of(2).run(lambda x: tmg.gather_rows(convert(x)), args=batch)
 
-    with told():
+    with told(tmg.errors.LossError, r"to_tensor\(shape="):
         gathered(lambda value: value)
     # Of one width on all replicas, as rows of one tensor are.
     gathered(lambda value: value.to_tensor(shape=[None, 2]))
@@ -250,7 +256,7 @@ def gathered_views(told: Told) -> None:
 
         by_forward(forward)
 
-    with told():
+    with told(tmg.TfMultiGpuError, "rows of the batch here 8, 4"):
         gathered(lambda first, second: tf.concat([first, second], 0))
     gathered(lambda first, second: tf.stack([first, second], 1))  # An axis of their own.
 
@@ -270,9 +276,7 @@ def twice(inputs: Any) -> Any:
 @example("The loss did not return one value per row")
 def two_losses_of_each_row(told: Told) -> None:
     def trained(loss: Any) -> None:
-        model = made(
-            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Lambda(twice), dense()])
-        )
+        model = made(lambda: network(4, keras.layers.Lambda(twice), dense()))
         step(model, loss)((X[:1], Y[:1]))
 
     with told():
@@ -283,14 +287,14 @@ def two_losses_of_each_row(told: Told) -> None:
 
 @example("XLA cannot compile what needs the other replicas")
 def gathered_by_xla(told: Told) -> None:
-    with told():
+    with told(tmg.TfMultiGpuError, "jit_compile=True. Leave it out"):
         by_forward(gathering, jit_compile=True)
     by_forward(gathering)
 
 
 @example("shard_update is True, False or 'auto'")
 def unknown_shard_update(told: Told) -> None:
-    with told():
+    with told(ValueError, "Received: shard_update='yes'"):
         step(shard_update="yes")
     step(shard_update="auto")
 
@@ -324,7 +328,7 @@ def a_trained_weight(told: Told) -> None:
         count, all_rows = (tf.cast(n, tf.float32) for n in (rows.count, rows.total))
         return tmg.LossSum(tf.reduce_sum(weights * values) / total * all_rows, count)
 
-    with told():
+    with told(tmg.TfMultiGpuError):
         by_forward(weighted(stop=False))
     by_forward(weighted(stop=True))
     by_forward(over_all, verify="gradients")
@@ -333,7 +337,7 @@ def a_trained_weight(told: Told) -> None:
 @example("variables must hold variables of the model")
 def variables_of_another_model(told: Told) -> None:
     first, second = made(), made()
-    with told():
+    with told(ValueError, "Several models are attr"):
         step(first, variables=second.trainable_variables)
     with strategy_of(2).scope():
         both = keras.Model()
@@ -348,7 +352,7 @@ def variables_of_another_model(told: Told) -> None:
 
 @example("There is a loss but no labels")
 def no_labels(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError):
         step()(X)
     step()((X, Y))
     step()((X, Y, np.ones(8, "float32")))
@@ -361,7 +365,7 @@ def no_labels(told: Told) -> None:
 
 @example("forward returns a sum over its rows")
 def forward_of_a_mean(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError, r"Received: .*Tensor.*\. Return tmg\.loss_sum"):
         by_forward(lambda model, batch, training: tf.reduce_mean(model(batch[0])))
     by_forward(mean_of)
     by_forward(
@@ -373,7 +377,7 @@ def forward_of_a_mean(told: Told) -> None:
 
 @example("Give either a loss, or forward=f(model, batch, training)")
 def loss_and_forward(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError):
         step(None, "mse", forward=mean_of)
     step(None, None, forward=mean_of)(BATCH)
     step(None, "mse")(BATCH)
@@ -385,7 +389,7 @@ def a_regularizer_of_another_variable(told: Told) -> None:
         first, second = keras.layers.Dense(4), keras.layers.Dense(4)
         first.build((None, 4))
         second.kernel_regularizer = lambda kernel: tf.reduce_sum(tf.square(kernel - first.kernel))
-        return keras.Sequential([keras.Input((4,)), first, second, keras.layers.Dense(2)])
+        return network(4, first, second, keras.layers.Dense(2))
 
     class Tied(keras.Model):
         def __init__(self) -> None:
@@ -433,7 +437,7 @@ def a_variable_as_loss_weight(told: Told) -> None:
         weight = keras.Variable(0.5, trainable=False)
     labels = {"a": Y, "b": Y}
     losses = {"a": "mse", "b": "mse"}
-    with told():
+    with told(tmg.TfMultiGpuError):
         step(made(two_heads), tmg.steps.Objective(losses, loss_weights={"a": weight, "b": 1.0}))(
             (X, labels)
         )
@@ -452,7 +456,7 @@ def a_variable_as_loss_weight(told: Told) -> None:
 def a_mean_as_metric(told: Told) -> None:
     with strategy_of(2).scope():
         mean, error = keras.metrics.Mean(), keras.metrics.MeanAbsoluteError()
-    with told():
+    with told(tmg.errors.LossError, "Received: <Mean name=mean>"):
         step(metrics=[mean])
     assert "loss" in step(metrics=[error])(BATCH)
 
@@ -467,7 +471,7 @@ def metrics_beside_forward(told: Told) -> None:
         error.update_state(batch[1], outputs)
         return tmg.loss_sum("mse", batch[1], outputs)
 
-    with told():
+    with told(tmg.errors.LossError):
         by_forward(mean_of, metrics=[error])
     by_forward(forward)
 
@@ -475,13 +479,13 @@ def metrics_beside_forward(told: Told) -> None:
 @example("A step takes one batch")
 def two_arguments(told: Told) -> None:
     trained = step()
-    with told():
+    with told(TypeError, r"one batch, not 2.*Write step\(\(x, y\)\)"):
         trained(X, Y)
     trained((X, Y))
 
 
-def runs(trained: Any, wrong: Any, told: Told) -> None:
-    with told():
+def runs(trained: Any, wrong: Any, told: Told, words: str = "") -> None:
+    with told(tmg.errors.DataError, words):
         trained.run(wrong, 2)
     iterator = iter(tmg.distribute_dataset(batches(), strategy_of(2)))
     assert int(trained.run(iterator, 2)["steps"]) == 2
@@ -489,7 +493,7 @@ def runs(trained: Any, wrong: Any, told: Told) -> None:
 
 @example("step.run takes an iterator, which remembers where it is")
 def run_of_a_dataset(told: Told) -> None:
-    runs(step(), batches(), told)
+    runs(step(), batches(), told, r"Received: \w*Dataset\. Write iterator = ")
 
 
 @example("step.run reads the batches of tmg.distribute_dataset, and this iterator is TensorFlow's")
@@ -500,14 +504,14 @@ def run_of_an_iterator_of_tensorflow(told: Told) -> None:
 @example("Received: data for {}; a step for {}")
 def run_of_data_for_three(told: Told) -> None:
     trained = step()
-    with told():
+    with told(tmg.errors.DataError, "data for MirroredStrategy with 3 .*; a step for Mirrored"):
         trained.run(iter(distribute(batches(), 3)), 1)
     trained.run(iter(distribute(batches())), 1)
 
 
 @example("There is nothing to minimise")
 def no_loss(told: Told) -> None:
-    with told():
+    with told(tmg.errors.LossError, r"no layer adds one.*model\.compile\(loss="):
         step(None, None)(BATCH)
     step(None, "mse")(BATCH)
     step(None, None, forward=mean_of)(BATCH)
@@ -577,7 +581,7 @@ def another_seed_in_each_call(told: Told) -> None:
 
         return forward
 
-    with told():
+    with told(tmg.TfMultiGpuError, "in the scope"):
         by_forward(noisy(lambda: keras.random.SeedGenerator(1)))
     by_forward(noisy(lambda: once))
 
@@ -626,7 +630,7 @@ def one_value_for_a_batch(told: Told) -> None:
         axis = -1
 
     def predicted(layer: Any) -> Any:
-        model = made(lambda: keras.Sequential([keras.Input((4,)), layer()]))
+        model = made(lambda: network(4, layer()))
         return tmg.make_predict_step(model, strategy_of(2), verify=False)(X)
 
     with told():

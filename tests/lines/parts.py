@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from law.pair import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 
@@ -20,7 +21,7 @@ X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
 
 
 def dense(**options: Any) -> Any:
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, **options)])
+    return network(4, keras.layers.Dense(2, **options))
 
 
 def made(build: Callable[[], Any] = dense, replicas: int = 2) -> Any:

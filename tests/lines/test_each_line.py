@@ -71,9 +71,9 @@ def test_the_line_helps(
         return
     told_now = []
 
-    def watching() -> Any:
+    def watching(*held: Any) -> Any:
         told_now.append(True)
-        return told(expected)
+        return told(expected, *held)
 
     example.run(watching)
     assert told_now, "the example makes no mistake"

@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from one_device import as_dataset, cut, strategy_of
+from law.pair import known as known_batches
+from one_device import cut, strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 
@@ -24,7 +26,7 @@ FIT: dict[str, Any] = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose"
 
 
 def line() -> Any:
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    return network(5, keras.layers.Dense(1))
 
 
 def regression(**more: Any) -> dict[str, Any]:
@@ -47,8 +49,7 @@ def pair(
 
 
 def known(batches: Sequence[Any] = BATCHES) -> tf.data.Dataset:
-    """Returns a dataset of these batches whose length Keras knows."""
-    return as_dataset(batches).apply(tf.data.experimental.assert_cardinality(len(batches)))
+    return known_batches(batches)
 
 
 def assert_same(model: Any, truth: Any, history: Any, expected: Any) -> None:

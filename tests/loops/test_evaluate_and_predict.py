@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from fit_pairs import KIND, ROWS, SIZE, WEIGHT, X, pair
 from one_device import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 
@@ -27,7 +28,7 @@ def in_one_batch(model: Any, *arrays: Any) -> dict[str, Any]:
 
 
 def classifier() -> Any:
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
+    return network(5, keras.layers.Dense(3, "softmax"))
 
 
 def several_outputs() -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from problems import network
 
 import tfmultigpu as tmg
 
@@ -191,9 +192,7 @@ def regularized_by_another() -> Program:
 
 
 def calls_another_model() -> Program:
-    judge = keras.Sequential(
-        [keras.Input((CLASSES,)), L.Dense(4, activity_regularizer=keras.regularizers.L2(0.5))]
-    )
+    judge = network(CLASSES, L.Dense(4, activity_regularizer=keras.regularizers.L2(0.5)))
 
     def values(y: Any, predictions: Any) -> Any:
         return tf.reduce_mean(tf.square(judge(y) - judge(predictions)), axis=-1)

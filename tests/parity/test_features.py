@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference, hold, plain
-from small_problem import W, X, Y, crossentropy, mlp, sgd
+from one_device import ByHand, Replicated, assert_same, cut, difference, plain
+from problems import W, X, Y, crossentropy, mlp, network, sgd
 
 SIZES = (7, 2, 16, 1, 5)
 
@@ -57,7 +57,7 @@ def test_a_penalty_in_float16_does_not_overflow():
 
     def build():
         large = Large(dtype="mixed_float16")
-        return keras.Sequential([keras.Input((6,)), large, keras.layers.Dense(4)])
+        return network(6, large, keras.layers.Dense(4))
 
     batch = (X[:256], Y[:256])
     logs = Replicated(2, build, sgd, crossentropy(), loss_scale=1.0).train([batch]).logs[0]
@@ -65,11 +65,6 @@ def test_a_penalty_in_float16_does_not_overflow():
 
 
 # How it runs --------------------------------------------------------------------------------------
-
-
-def test_compiled_by_xla():
-    batches = cut((X, Y, W), (7, 2, 16))
-    hold(2, mlp, sgd, crossentropy(), batches, jit_compile=True, micro_batches=2)
 
 
 def test_eager_functions():
@@ -106,7 +101,7 @@ def test_switching_between_kinds_of_batches():
 def test_layers_of_different_precision():
     def build():
         hidden = keras.layers.Dense(8, "tanh", dtype="float64")
-        return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(4)])
+        return network(6, hidden, keras.layers.Dense(4))
 
     run = Replicated(2, build, sgd, crossentropy(), clip_norm=0.1)
     start = [variable.numpy() for variable in run.model.variables]

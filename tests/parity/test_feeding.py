@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from one_device import as_dataset, cut, strategy_of
-from small_problem import MIXED, X, Y, crossentropy, mlp, sgd
+from one_device import Replicated, as_dataset, cut, strategy_of
+from problems import MIXED, X, Y, crossentropy, mlp, networks, sgd
 
 import tfmultigpu as tmg
 
@@ -29,12 +29,9 @@ def test_one_trace_whatever_the_batch_sizes():
             tf.debugging.assert_positive(tf.shape(inputs)[0])  # No part is without rows.
             return inputs
 
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), Counted(), keras.layers.Dense(4)])
-        optimizer = sgd()
-    options = {"micro_batches": 2, "verify": False}
-    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, **options)
+    build, options = networks(6, Counted, lambda: keras.layers.Dense(4)), {"micro_batches": 2}
+    step = Replicated(2, build, sgd, crossentropy(), verify=False, **options).step
+    strategy = step.strategy
     traced.clear()
     batches = cut((X, Y), MIXED)
     step(batches[0])

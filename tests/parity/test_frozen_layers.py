@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 from one_device import ByHand, Replicated, cut, difference
+from problems import network, normal_rows
 
-_random = np.random.default_rng(21)
-X = _random.normal(size=(16, 4)).astype("float32")
-Y = _random.normal(size=(16, 2)).astype("float32")
+X, Y = normal_rows(16, 4, 2, seed=21)
 BATCHES = cut((X, Y), (5, 1, 3, 7, 5))
 LOSS = keras.losses.MeanSquaredError()
 # Which layers are frozen in which steps. Six variables, so five replicas own one or two each.
@@ -30,7 +28,7 @@ def constrained(frozen: set[tuple[int, int]]) -> keras.Model:
         keras.layers.Dense(3, "tanh", kernel_constraint=limit, kernel_regularizer="l2")
         for _ in range(2)
     )
-    model = keras.Sequential([keras.Input((4,)), first, second, keras.layers.Dense(2)])
+    model = network(4, first, second, keras.layers.Dense(2))
     freeze(model, frozen, 0)
     return model
 
@@ -58,7 +56,7 @@ def on_one_device(make: Callable[[], Any], frozen: set[tuple[int, int]]) -> list
 
     def step(batch: Any) -> None:
         if device.model.trainable_variables:  # As Keras' fit asks.
-            device._step(batch)
+            device.step(batch)
 
     return train(device, step, frozen)
 

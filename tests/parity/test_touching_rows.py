@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import cut, difference, strategy_of
+from one_device import cut, difference, strategy_of, train_by_hand
 from programs import CASES, Case, Program, Y
 
 import tfmultigpu as tmg
@@ -28,16 +28,9 @@ def on_one_device(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     keras.utils.set_random_seed(0)
     program = case.build()
     before = values_of(program)
-    optimizer = keras.optimizers.SGD(0.1)
-    for x, y in cut((case.x, Y), case.sizes):
-        with tf.GradientTape() as tape:
-            loss = program.plain(program.model, tf.constant(x), tf.constant(y))
-            loss += sum(tf.reduce_sum(extra) for extra in program.model.losses)
-        variables = program.model.trainable_variables
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
-        pairs = zip(gradients, variables, strict=True)
-        pairs = [(tf.convert_to_tensor(g), v) for g, v in pairs if g is not None]
-        optimizer.apply(*zip(*pairs, strict=True))
+    loss = lambda model, batch: program.plain(model, *map(tf.constant, batch))  # noqa: E731
+    batches = cut((case.x, Y), case.sizes)
+    train_by_hand(program.model, keras.optimizers.SGD(0.1), loss, batches)
     return before, values_of(program)
 
 

@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import pytest
 import tensorflow as tf
-from forced_addition import forcing_addition
 from one_device import Replicated, cut, hold, strategy_of
-from small_problem import MIXED, W, X, Y, crossentropy, mlp, sgd
+from problems import MIXED, W, X, Y, crossentropy, mlp, sgd
 
-from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.collectives import forcing_addition, replicas_share_memory
 
 WAYS = ["in memory", "collective"]
 Way = Literal["in memory", "collective"]
@@ -24,7 +23,7 @@ def build() -> Any:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Any:
-    with forcing_addition(request.param):
+    with forcing_addition(in_memory=request.param == "in memory"):
         yield request.param
 
 

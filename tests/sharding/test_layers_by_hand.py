@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, graph_of, strategy_of
+from one_device import ByHand, Replicated, assert_same, cut, graph_of
+from problems import labelled, normal_rows
 
 import tfmultigpu as tmg
 from tfmultigpu.devices.names import parse_device_name
@@ -17,8 +17,8 @@ from tfmultigpu.devices.names import parse_device_name
 layers = keras.layers
 PLACES, ALONE = ("CPU:1", "CPU:2"), ("CPU:0", "CPU:0")
 PIPELINE = {"micro_batches": 3}
-_random = np.random.default_rng(5)
-X, Y = (_random.normal(size=(30, size)).astype("float32") for size in (6, 1))
+X, Y = normal_rows(30, 6, 1, seed=5)
+_, _, WEIGHTS = labelled(30, 1, 1)
 
 
 def build(places: tuple[str, ...] = PLACES) -> keras.Model:
@@ -66,7 +66,7 @@ def test_training_is_that_of_one_device(pipeline: bool) -> None:
     adam = functools.partial(keras.optimizers.Adam, 0.01, global_clipnorm=0.5)
     loss = keras.losses.MeanSquaredError()
     sizes = (8, 7, 1, 2, 9)  # Also fewer rows than micro-batches.
-    batches = cut((X, Y, _random.uniform(size=30).astype("float32")), sizes)
+    batches = cut((X, Y, WEIGHTS), sizes)
     expected = ByHand(functools.partial(build, ALONE), adam, loss).train(batches)
     metric = keras.metrics.MeanSquaredError()
     options = PIPELINE if pipeline else {}
@@ -78,15 +78,3 @@ def test_training_is_that_of_one_device(pipeline: bool) -> None:
     for variable in run.model.trainable_variables:
         slots = [one for one in run.optimizer.variables if one.shape == variable.shape]
         assert variable.value.device in {one.value.device for one in slots}
-
-
-# Fails if nothing that can overlap is taken for a pipeline.
-def test_what_is_refused() -> None:
-    with pytest.raises(tmg.TfMultiGpuError, match=r"micro_batches=1\. Write"):
-        tmg.make_train_step(build(), keras.optimizers.SGD(0.1), "mse", features=by_hand(True))
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(tmg.TfMultiGpuError, match="LayersByHand and 2 replicas"):
-        tmg.make_train_step(model, model.optimizer, "mse", strategy, features=by_hand())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import Replicated, cut, graph_of, hold, strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.devices.names import parse_device_name
@@ -25,7 +26,7 @@ IDS = _random.integers(1, 11, (12, 5)).astype("int32")
 
 def dense() -> Any:
     hidden = [layers.Dense(4, "tanh", use_bias=False) for _ in range(LAYERS)]
-    return keras.Sequential([keras.Input((4,)), *hidden])
+    return network(4, *hidden)
 
 
 def gru() -> Any:
@@ -89,7 +90,7 @@ def test_each_read_waits_for_its_turn_and_the_backward_pass_reads_again() -> Non
 # Fails if each replica carries gradients of the whole model from micro-batch to micro-batch.
 def test_micro_batches_carry_each_gradient_once_at_its_variable() -> None:
     model, step = step_of(
-        lambda: keras.Sequential([keras.Input((4,)), *[layers.Dense(20) for _ in range(4)]]),
+        lambda: network(4, *[layers.Dense(20) for _ in range(4)]),
         micro_batches=4,
     )
     graph = graph_of(step, (NUMBERS, np.ones((12, 20), "float32")))
@@ -179,13 +180,13 @@ class ReadInALoop(layers.Layer):
 
 
 def in_a_loop(taped: bool) -> Any:
-    return keras.Sequential([keras.Input((4,)), ReadInALoop(taped), layers.Dense(4)])
+    return network(4, ReadInALoop(taped), layers.Dense(4))
 
 
 MODELS = {
     "a custom gradient in a loop": lambda: in_a_loop(False),
     "a tape in a loop": lambda: in_a_loop(True),
-    "two in one": lambda: keras.Sequential([keras.Input((4,)), TwoInOne(), layers.Dense(4)]),
+    "two in one": lambda: network(4, TwoInOne(), layers.Dense(4)),
     "used twice": used_twice,
     "gru": gru,
 }
@@ -211,7 +212,7 @@ def test_a_layer_is_named_on_a_strategy_that_has_sharded_before() -> None:
 
     def build() -> Any:
         norm = layers.BatchNormalization(name="local_norm")
-        return keras.Sequential([keras.Input((4,)), layers.Dense(4), norm, layers.Dense(4)])
+        return network(4, layers.Dense(4), norm, layers.Dense(4))
 
     run = Replicated(2, build, keras.optimizers.SGD, "mse")
     with pytest.warns(tmg.ReplicaDependenceWarning, match="local_norm"):

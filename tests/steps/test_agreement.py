@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 import worker_programs
 from law.processes import Worker, call_all, pool
+from problems import network
 
 from tfmultigpu.steps.agreement import describe
 
@@ -30,7 +31,7 @@ def wired(swapped: bool) -> Any:
 
 
 def normalized(mean: float) -> Any:
-    return keras.Sequential([keras.Input((2,)), keras.layers.Normalization(mean=mean, variance=1)])
+    return network(2, keras.layers.Normalization(mean=mean, variance=1))
 
 
 class Own(keras.layers.Layer):
@@ -45,7 +46,7 @@ class Own(keras.layers.Layer):
 
 
 def own(argument: float) -> Any:
-    return keras.Sequential([keras.Input((2,)), Own(argument)])
+    return network(2, Own(argument))
 
 
 def scaled(factor: float) -> Callable[[Any, Any], Any]:
@@ -72,11 +73,14 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 # Fails if two models that compute something else are taken for one, or two of one program for two:
 # layers and models have been counted up since.
-def test_models_that_compute_something_else_are_described_differently() -> None:
+def test_models_that_compute_something_else_are_described_differently(
+    subtests: pytest.Subtests,
+) -> None:
     for name, (one, other) in MODELS.items():
-        first = describe(one())
-        assert describe(one()) == first, name
-        assert describe(other()) != first, name
+        with subtests.test(name):
+            first = describe(one())
+            assert describe(one()) == first, name
+            assert describe(other()) != first, name
     model = dense()
     model.compile(keras.optimizers.SGD(0.1), "mse")
     before = describe(model), describe(model.optimizer)
@@ -114,10 +118,13 @@ VALUES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def test_values_that_mean_something_else_are_described_differently() -> None:
+def test_values_that_mean_something_else_are_described_differently(
+    subtests: pytest.Subtests,
+) -> None:
     for name, (one, other) in VALUES.items():
-        assert describe(one) == describe(one), name
-        assert describe(one) != describe(other), name
+        with subtests.test(name):
+            assert describe(one) == describe(one), name
+            assert describe(one) != describe(other), name
 
 
 def test_what_differs_between_processes_is_not_in_a_description() -> None:

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import Replicated, as_dataset, cut, hold, strategy_of
+from problems import network, networks, normal_rows
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu.steps.assignments import DeferredAssignments
 
-_random = np.random.default_rng(41)
-X = _random.normal(size=(16, 4)).astype("float32")
+X, Y = normal_rows(16, 4, 2, seed=41)
 X[:, 0] = 0  # Which check fails: that of this number, for any row.
-Y = _random.normal(size=(16, 2)).astype("float32")
 SIZES = (7, 6, 5)
 BATCH = X[:7], Y[:7]
 SQUARES = keras.losses.MeanSquaredError()
@@ -104,9 +103,8 @@ class CheckedError(keras.metrics.MeanSquaredError):
 
 
 def checked() -> keras.Model:
-    layers = [Checks(), keras.layers.Dense(3, kernel_regularizer="l2")]
-    layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
-    return keras.Sequential([keras.Input((4,)), *layers])
+    hidden = [keras.layers.Dense(3, kernel_regularizer="l2"), keras.layers.BatchNormalization()]
+    return network(4, Checks(), *hidden, keras.layers.Dropout(0.3), keras.layers.Dense(2))
 
 
 def copies(step: Any) -> list[Any]:
@@ -175,7 +173,7 @@ def doubled_if_asked(inputs: Any) -> Any:
 def test_another_number_of_losses_than_rows_is_seen_before_anything_is_assigned() -> None:
     def build() -> keras.Model:
         layers = [keras.layers.Lambda(doubled_if_asked), keras.layers.Dropout(0.3, seed=1)]
-        return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        return network(4, *layers, keras.layers.Dense(1))
 
     run = Replicated(3, build, sgd, "mse", micro_batches=2)
     run.step((X, Y[:, :1]))
@@ -231,8 +229,7 @@ def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() ->
 def test_weights_that_each_micro_batch_assigns_once_more_are_told() -> None:
     def build() -> keras.Model:
         dense = keras.layers.Dense(3, kernel_regularizer="l2")
-        layers = [keras.layers.SpectralNormalization(dense), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input((4,)), *layers])
+        return network(4, keras.layers.SpectralNormalization(dense), keras.layers.Dense(2))
 
     run = Replicated(2, build, sgd, SQUARES, micro_batches=3)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"Write micro_batches=1"):
@@ -251,9 +248,7 @@ class DrawsInABranch(keras.layers.Layer):
 
 
 def test_what_is_drawn_in_a_branch_is_exact_or_told_with_micro_batches() -> None:
-    def build() -> keras.Model:
-        return keras.Sequential([keras.Input((4,)), DrawsInABranch(), keras.layers.Dense(2)])
-
+    build = networks(4, DrawsInABranch, lambda: keras.layers.Dense(2))
     hold(2, build, sgd, SQUARES, cut((X, Y), (7, 1, 5, 2)), verify=False)
     with pytest.warns(tmg.ReplicaDependenceWarning, match="Write micro_batches=1"):
         Replicated(2, build, sgd, SQUARES, micro_batches=2).step(BATCH)

@@ -5,6 +5,7 @@ Kinds of batches: tests/parity/test_features.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +14,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import ByHand, Replicated, cut, difference
+from problems import network, networks, normal_rows
 
 import tfmultigpu as tmg
 
-optimizers = keras.optimizers
+L, optimizers = keras.layers, keras.optimizers
 schedules = keras.optimizers.schedules
-_random = np.random.default_rng(8)
-X = _random.normal(size=(16, 4)).astype("float32")
-Y = _random.normal(size=(16, 2)).astype("float32")
+X, Y = normal_rows(16, 4, 2, seed=8)
 BATCHES = cut((X, Y), (5, 1, 3, 7))
 
 
-def small() -> keras.Model:
-    hidden = keras.layers.Dense(3, "tanh")
-    return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(2)])
-
-
-def sgd() -> Any:
-    return optimizers.SGD(0.1)
+small = networks(4, lambda: L.Dense(3, "tanh"), lambda: L.Dense(2))
+sgd = functools.partial(optimizers.SGD, 0.1)
 
 
 def counting(traces: list[Any]) -> Callable[..., Any]:
@@ -52,9 +47,8 @@ def test_layers_are_frozen_and_thawed_and_each_set_is_traced_once() -> None:
     traces: list[Any] = []
 
     def build() -> keras.Model:
-        norm = keras.layers.BatchNormalization(scale=False, center=False, synchronized=True)
-        layers = [norm, keras.layers.Dense(3), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input((4,)), *layers])
+        norm = L.BatchNormalization(scale=False, center=False, synchronized=True)
+        return network(4, norm, L.Dense(3), L.Dense(2))
 
     run = Replicated(3, build, sgd, counting(traces), verify=False)
     norm, dense, _ = run.model.layers
@@ -72,10 +66,8 @@ def test_layers_are_frozen_and_thawed_and_each_set_is_traced_once() -> None:
 
 
 def test_a_layer_thawed_after_the_optimizer_was_built_is_named() -> None:
-    def build() -> keras.Model:
-        late = keras.layers.Dense(2, name="late", trainable=False)
-        return keras.Sequential([keras.Input((4,)), late, keras.layers.Dense(2)])
-
+    late = lambda: L.Dense(2, name="late", trainable=False)  # noqa: E731
+    build = networks(4, late, lambda: L.Dense(2))
     run = Replicated(2, build, sgd, "mse")
     run.step(BATCHES[0])
     run.model.layers[0].trainable = True
@@ -133,7 +125,7 @@ def test_a_change_acts_from_the_next_step_on(name: str) -> None:
         """Eagerly, so that Keras asks for its settings in each step."""
         device = ByHand(small, make, keras.losses.MeanSquaredError())
         device.optimizer.build(device.model.trainable_variables)
-        return train(device, device._step, change)
+        return train(device, device.step, change)
 
     expected = on_one_device(change)
     unchanged = on_one_device(lambda _: None)

@@ -5,10 +5,10 @@ Layers are in tests/promises/test_draws.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, graph_of
+from problems import crossentropy, network
 
 import tfmultigpu as tmg
 from tfmultigpu._patch import patching
@@ -184,18 +185,16 @@ def test_a_patch_is_of_one_thread_and_ends() -> None:
 # Steps --------------------------------------------------------------------------------------------
 
 Y = _numbers.integers(0, 3, TOTAL)
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+LOSS = crossentropy()
 
 
 def noisy() -> keras.Model:
     layers = keras.layers
-    inner = [layers.Dense(8, "tanh"), layers.Dropout(0.4, seed=3), layers.Dense(8, "tanh")]
-    inner += [layers.GaussianNoise(0.3, seed=4), layers.Dense(3)]
-    return keras.Sequential([keras.Input((6,)), *inner])
+    hidden = [layers.Dense(8, "tanh"), layers.Dropout(0.4, seed=3), layers.Dense(8, "tanh")]
+    return network(6, *hidden, layers.GaussianNoise(0.3, seed=4), layers.Dense(3))
 
 
-def sgd() -> Any:
-    return keras.optimizers.SGD(0.1)
+sgd = functools.partial(keras.optimizers.SGD, 0.1)
 
 
 # Fails if draws are for other rows of a batch that TensorFlow cut, or whose number of rows is known
@@ -222,26 +221,6 @@ def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it(
     assert np.abs(truth.weights[0] - without.weights[0]).max() > 1e-3
     run = Replicated(2, noisy, sgd, LOSS, jit_compile=True, micro_batches=2)
     assert_same(run.train(batches), truth)
-
-
-# That one of the scope is drawn from as on one device is in parity/programs.py. Fails if one that
-# is no state of all replicas is drawn from in silence.
-def test_generators_made_outside_the_scope_or_at_each_call_are_refused() -> None:
-    outside = keras.random.SeedGenerator(1, name="beside")
-
-    def step(replicas: int, seed: Callable[[], Any], **options: Any) -> Any:
-        def forward(model: Any, batch: Any, training: bool) -> Any:
-            x = batch[0] + keras.random.normal(keras.ops.shape(batch[0]), seed=seed())
-            return tmg.loss_sum(LOSS, batch[1], model(x, training=training))
-
-        return Replicated(replicas, noisy, sgd, None, forward=forward, **options).step
-
-    batch = X[:7], Y[:7]
-    assert np.isfinite(float(step(1, lambda: outside)(batch)["loss"]))
-    with pytest.raises(tmg.ScopeError, match=r"(?s)'beside', .* 2 replica.*SeedGenerator\("):
-        step(2, lambda: outside)(batch)
-    with pytest.raises(tmg.TfMultiGpuError, match=r"something else each time.*in the scope"):
-        step(2, lambda: keras.random.SeedGenerator(1), micro_batches=2)(batch)
 
 
 # Fails if draws cost anything where one replica has all rows.

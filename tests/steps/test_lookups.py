@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from law.pair import strategy_of
-
-import tfmultigpu as tmg
+from one_device import Replicated
+from problems import networks
 
 IDS, WIDTH = 4200, 16
 BATCH = np.array([[1, 2], [2, 9], [4, 1]], "int32"), np.zeros((3, 1), "float32")
@@ -20,13 +19,12 @@ BATCH = np.array([[1, 2], [2, 9], [4, 1]], "int32"), np.zeros((3, 1), "float32")
 def trained(replicas: int, optimizer: Any, **options: Any) -> Any:
     """Returns a step of a table that has trained on one batch."""
     layers = keras.layers
-    strategy = strategy_of(replicas)
-    with strategy.scope():
-        inputs = keras.Input((2,), dtype="int32")
-        rows = layers.Embedding(IDS, WIDTH)(inputs)
-        model = keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(rows)))
-        own = getattr(keras.optimizers, optimizer)(0.1)
-    step = tmg.make_train_step(model, own, "mse", strategy, verify=False, **options)
+    table, mean = (lambda: layers.Embedding(IDS, WIDTH)), layers.GlobalAveragePooling1D
+    build, kind = (
+        networks(2, table, mean, lambda: layers.Dense(1)),
+        getattr(keras.optimizers, optimizer),
+    )
+    step = Replicated(replicas, build, lambda: kind(0.1), "mse", verify=False, **options).step
     step(BATCH)
     return step
 

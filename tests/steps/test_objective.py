@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,25 +11,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
 from one_device import ByHand, Replicated, assert_same, cut, hold
+from problems import network, networks, normal_rows, sgd
 
 import tfmultigpu as tmg
 
-_random = np.random.default_rng(4)
-X = _random.normal(size=(9, 5)).astype("float32")
-Y = _random.normal(size=(9, 2)).astype("float32")
+X, Y = normal_rows(9, 5, 2, seed=4)
 BATCHES = cut((X, Y), (5, 2, 7, 1))
 SQUARES = keras.losses.MeanSquaredError()
 L = keras.layers
 
 
-def sgd() -> Any:
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def of(*layers: Callable[[], Any]) -> Callable[[], keras.Model]:
-    return lambda: keras.Sequential([keras.Input((5,)), *(layer() for layer in layers)])
+of = functools.partial(networks, 5)
 
 
 def two_outputs() -> keras.Model:
@@ -45,22 +39,6 @@ def test_lists_are_in_the_order_of_keras() -> None:
     logs = run.step((X, [np.full((9, 1), 7.0, "float32"), np.zeros((9, 1), "float32")]))
     np.testing.assert_allclose(logs["a_loss"], np.mean((outputs["a"] - 7.0) ** 2), rtol=1e-5)
     np.testing.assert_allclose(logs["z_loss"], np.mean(abs(outputs["z"])), rtol=1e-5)
-
-
-# Fails if the gradient leaves out, in silence, what it is divided by, or a loss weight that the
-# step cannot follow is read once.
-def test_divisors_and_weights_that_are_trained_or_change_are_refused() -> None:
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        weights = tf.sigmoid(model(batch[0], training=training))
-        return tmg.LossSum(tf.reduce_sum(weights * batch[1]), tf.reduce_sum(weights))
-
-    weighted = tmg.steps.Objective("mse", loss_weights={"a": tf.Variable(1.0), "z": 1.0})
-    for build, loss, options, y, text in (
-        (of(lambda: L.Dense(2)), None, {"forward": forward}, Y, "divided by depends on trained"),
-        (two_outputs, weighted, {}, {"a": X[:, :1], "z": X[:, :1]}, "loss_weights are numbers"),
-    ):
-        with pytest.raises(tmg.errors.TfMultiGpuError, match=text):
-            Replicated(2, build, sgd, loss, **options).step((X, y))
 
 
 # Fails if the loss in the logs leaves out penalties of variables that the step does not train.
@@ -152,7 +130,7 @@ class Idle(L.Layer):
 
 
 # Fails if a variable that only its penalty moves is left out, or its gradient goes to another.
-@pytest.mark.parametrize("options", [{}, {"shard_update": True}])
+@pytest.mark.parametrize("options", [{}, {"shard_update": True}], ids=str)
 def test_a_penalty_trains_what_no_loss_reaches(options: Any) -> None:
     expected = ByHand(of(Idle, SECOND), sgd, SQUARES).train(BATCHES)
     run = Replicated(2, of(Idle, SECOND), sgd, "mse", **options)
@@ -225,7 +203,7 @@ def test_what_layers_add_counts_as_on_one_device() -> None:
 
 # Fails if a loss that is no mean over the rows, and counts as one, is not told; or if it is
 # told on one replica in one piece, where it is what Keras makes of it.
-@each("name", NO_MEANS)
+@pytest.mark.parametrize("name", NO_MEANS)
 def test_what_is_no_mean_is_told(name: str) -> None:
     run = Replicated(2, adding(NO_MEANS[name]), sgd, SQUARES)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"self\.add_loss\(values\) takes one"):
@@ -237,11 +215,11 @@ def test_what_is_no_mean_is_told(name: str) -> None:
 # Fails if an added loss of sparse rows, or of a layer that a forward calls, is lost, counted twice
 # or as another kind; or if that of another model counts.
 def test_whose_losses_count_and_for_which_batches() -> None:
-    critic = keras.Sequential([keras.Input((2,)), Add(ADDED["a mean"])])
+    critic = network(2, Add(ADDED["a mean"]))
 
     def build() -> keras.Model:
         layers = [L.Dense(2), Add(ADDED["a mean"])]
-        return keras.Sequential([keras.Input((5,), sparse=True), *layers])
+        return network(5, *layers, sparse=True)
 
     def forward(model: Any, batch: Any, training: bool) -> Any:
         x, y = batch

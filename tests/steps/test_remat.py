@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from law.model import Training, cut
-from law.pair import Pair, strategy_of
+from law.pair import Pair
+from one_device import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.steps.features.remat import CallOnce, Recompute
@@ -150,9 +152,7 @@ class Cells(keras.Model):
 
 # Fails if the cell of an RNN layer trains with another mask without a word.
 def test_a_cell_that_keeps_its_mask_is_an_error() -> None:
-    with strategy_of(1).scope():
-        model, optimizer = Cells(), keras.optimizers.SGD(0.1)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy_of(1))
+    step = tmg.make_train_step(Cells(), keras.optimizers.SGD(0.1), "mse", strategy_of(1))
     with pytest.raises(tmg.TfMultiGpuError, match="draws") as error:
         step((X.astype("float32"), Y.astype("float32")))
     assert "keras.remat(layer)(x)" in str(error.value)
@@ -160,10 +160,9 @@ def test_a_cell_that_keeps_its_mask_is_an_error() -> None:
 
 # Fails if a step has no part that handles rematerialization.
 def test_every_step_handles_it() -> None:
-    with strategy_of(1).scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-    train = tmg.make_train_step(model, optimizer, "mse", strategy_of(1))
+    model = network(4, layers.Dense(2))
+    one = strategy_of(1)  # As strategies of other tests may live.
+    train = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", one)
     assert any(isinstance(feature, Recompute) for feature in train.features)
-    for step in (tmg.make_eval_step(model, "mse"), tmg.make_predict_step(model)):
+    for step in (tmg.make_eval_step(model, "mse", one), tmg.make_predict_step(model, one)):
         assert any(isinstance(feature, CallOnce) for feature in step.features)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import strategy_of
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.steps.tally import Tally
@@ -106,7 +107,7 @@ def test_data_says_what_is_in_it_and_what_takes_it(parts: dict[str, Any]) -> Non
 # Keras prints what it was given.
 def test_the_fit_of_keras_says_what_takes_the_data(parts: dict[str, Any]) -> None:
     with parts["strategy"].scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model = network(3, keras.layers.Dense(1))
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"write tmg\.fit\(model, data\)"):
         model.fit(parts["data"], verbose=0)

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import Replicated
+from problems import network, networks
 
 import tfmultigpu as tmg
 from tfmultigpu.steps.retraces import Retraces
@@ -27,14 +28,11 @@ def warned(call: Callable[[int], Any]) -> list[str]:
 
 # Fails if layers that freeze in turn make each step slow without a word.
 def test_layers_that_freeze_in_turn_are_named() -> None:
-    strategy = strategy_of(2)
-    with strategy.scope():
-        layers = [keras.layers.Dense(4) for _ in range(6)]
-        model, optimizer = keras.Sequential([keras.Input((4,)), *layers]), keras.optimizers.SGD()
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    build = networks(4, *[lambda: keras.layers.Dense(4)] * 6)
+    step = Replicated(2, build, keras.optimizers.SGD, "mse", verify=False).step
 
     def freeze(number: int) -> None:
-        for other, layer in enumerate(model.layers):
+        for other, layer in enumerate(step.model.layers):
             layer.trainable = other != number
         step((X, Y))
 
@@ -45,7 +43,7 @@ def test_layers_that_freeze_in_turn_are_named() -> None:
 
 # Fails if iterators of another type each time, of which a trace takes in nothing else, say nothing.
 def test_iterators_of_another_type_each_time_are_named() -> None:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model = network(4, keras.layers.Dense(1))
     step = tmg.make_eval_step(model, "mse", tf.distribute.get_strategy(), verify=False)
 
     def evaluate(number: int) -> None:

@@ -9,9 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_device import Replicated
+from problems import networks
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import Feature, OneTrace, runner
+from tfmultigpu.steps import Feature, OneTrace
+from tfmultigpu.strategies.collectives import forcing_addition
 
 L = keras.layers
 FLOAT = {"dtype": "float64"}
@@ -91,6 +94,8 @@ def trained(kind: str, features: tuple[Feature, ...], **options: Any) -> tuple[l
     return [*state, *[float(value) for each in logs for value in each.values()]], step.trace
 
 
+ERRORS = tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError
+
 ONE_TRACE = ["draws and penalties", "statistics", "a recurrent layer", "its own variable"]
 OPTIONS: list[dict[str, Any]] = [
     {}, {"micro_batches": 2}, {"clip_norm": 0.5, "loss_scale": "dynamic"}, {"shard_update": True},
@@ -122,72 +127,37 @@ def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> 
     assert why in trace.why_each
 
 
-def test_the_python_code_of_a_model_runs_once_for_all_replicas() -> None:
-    calls: list[None] = []
-
-    def counted(x: Any) -> Any:
-        calls.append(None)
-        return x
-
-    strategy = tmg.create_strategy(devices=4)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), L.Lambda(counted), L.Dense(1)])
-        optimizer = keras.optimizers.SGD()
-    calls.clear()
-    step = tmg.make_train_step(
-        model, optimizer, "mse", strategy, verify=False, features=[OneTrace()]
-    )
-    step((X[:, 0], Y[:, None]))
-    assert len(calls) == 1
-    calls.clear()  # Nor again for the check of the first step.
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, features=[OneTrace()])
-    step((X[:, 0], Y[:, None]))
-    assert step.verification.outcome == "same"
-    assert len(calls) == 1
-
-
-def test_the_error_of_a_replica_is_not_lost() -> None:
+# In a call of one step: promises/test_first_step.py.
+def test_the_error_of_a_replica_is_not_lost_in_a_call_of_many_steps() -> None:
     """TensorFlow may keep the error of a function, or that others were cancelled."""
 
     def out_of_range(labels: Any, predictions: Any) -> Any:
         wrong = tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7)
         return wrong + predictions[:, 0]
 
-    def step_of() -> Any:
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
-            optimizer = keras.optimizers.SGD()
-        return tmg.make_train_step(
-            model, optimizer, out_of_range, strategy, verify=False, features=[OneTrace()]
-        )
-
-    strategy = tmg.create_strategy(devices=2)
-    step, batch = step_of(), (X[:6, 0], Y[:6, None])
+    build, options = networks(4, lambda: L.Dense(2)), {"verify": False, "features": [OneTrace()]}
+    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
+    batch = X[:6, 0], Y[:6, None]
     for _ in range(3):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
             step(batch)
     # Of a loop, which has taken the batch from its data.
-    step, data = step_of(), tmg.distribute_dataset(batch, strategy, batch_size=3)
+    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
+    data = tmg.distribute_dataset(batch, step.strategy, batch_size=3)
     with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
         step.run(iter(data), 2)
 
 
-def test_a_loop_whose_batch_is_not_kept_says_that_an_error_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loop_whose_batch_is_not_kept_says_that_an_error_is_lost() -> None:
     """Replicas that share no memory would copy each batch to keep it."""
-    strategy = tmg.create_strategy(devices=2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), L.Dense(2)])
-        optimizer = keras.optimizers.SGD()
-    wrong = np.full((6,), 7)
-    step = tmg.make_train_step(
-        model, optimizer, "sparse_categorical_crossentropy", strategy, verify=False,
-        features=[OneTrace()],
-    )  # fmt: skip
-    data = tmg.distribute_dataset((X[:6, 0], wrong), strategy, batch_size=3)
-    monkeypatch.setattr(runner, "replicas_share_memory", lambda _: False)
-    with pytest.raises((tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError)) as first:
+
+    def out_of_range(labels: Any, predictions: Any) -> Any:
+        return tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7) + predictions[:, 0]
+
+    build, options = networks(4, lambda: L.Dense(2)), {"verify": False, "features": [OneTrace()]}
+    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
+    data = tmg.distribute_dataset((X[:6, 0], Y[:6, None]), step.strategy, batch_size=3)
+    with forcing_addition(in_memory=False), pytest.raises(ERRORS) as first:
         step.run(iter(data), 2)
     if not isinstance(first.value, tf.errors.InvalidArgumentError):
         assert "run it again" in str(first.value)

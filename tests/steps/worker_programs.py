@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from law.model import FLOAT, Training, regression
 from law.pair import Pair
+from problems import network
 
 import tfmultigpu as tmg
 
@@ -35,7 +36,7 @@ def hold_a_loss_over_all_rows() -> None:
 
     def build() -> Training:
         layers = [keras.layers.Dense(5, "tanh", **FLOAT), keras.layers.Dense(4, **FLOAT)]
-        model = keras.Sequential([keras.Input((4,), dtype="float64"), *layers])
+        model = network(4, *layers, dtype="float64")
         return Training(model, keras.optimizers.SGD(0.1), AgainstAll(**FLOAT))
 
     batches = [(x, np.arange(len(x))[:, None]) for x, _ in regression([7, 2, 1, 5])]
@@ -45,7 +46,7 @@ def hold_a_loss_over_all_rows() -> None:
 def made(activation: Any = "relu", loss: Any = "mse", optimizer: Any = None) -> Any:
     with strategy().scope():
         layers = [keras.layers.Dense(3, activation), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((2,)), *layers])
+        model = network(2, *layers)
         model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
     return model
 
@@ -67,7 +68,7 @@ def told_of_other_programs(folder: str) -> dict[str, str]:
     strategy()
     if number == 0:
         # A model that one worker alone makes, outside of the scope: names count up from here.
-        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        network(2, keras.layers.Dense(1))
     losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
 
     def loaded_by_the_first() -> Any:

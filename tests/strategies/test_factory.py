@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from each import each
 from law.processes import tf_config, unused_addresses
 
 from tfmultigpu.errors import (
@@ -46,7 +45,7 @@ def sums(strategy: tf.distribute.Strategy) -> set[float]:
     return {float(one) for one in strategy.experimental_local_results(strategy.run(replica))}
 
 
-@each("count", [3, 5])
+@pytest.mark.parametrize("count", [3, 5])
 def test_tensorflows_hierarchical_copy_still_loses_the_last_of_an_odd_number(count: int) -> None:
     """Why it is declined there; when this fails, TensorFlow has mended it."""
     stock = tf.distribute.MirroredStrategy(
@@ -72,9 +71,12 @@ def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFix
 
 
 @WITHOUT_A_GPU
-@each("value", ["", "-1", "7"])
+@pytest.mark.parametrize("value", ["", "-1", "7"])
 def test_the_variable_that_hides_gpus_is_in_every_message(
-    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    subtests: pytest.Subtests,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     plan = plan_strategy()
@@ -87,9 +89,10 @@ def test_the_variable_that_hides_gpus_is_in_every_message(
         create_strategy(**nccl)
     messages.append(str(warned[0].message))
     for request in ({**nccl, "fallback": False}, {"devices": ["GPU:0"]}, {"devices": 99}):
-        with pytest.raises((StrategyUnavailableError, DeviceNotFoundError)) as refused:
-            create_strategy(**request)
-        messages.append(str(refused.value))
+        with subtests.test(request=request):
+            with pytest.raises((StrategyUnavailableError, DeviceNotFoundError)) as refused:
+                create_strategy(**request)
+            messages.append(str(refused.value))
     said, cure = f"CUDA_VISIBLE_DEVICES={value!r}", "unset it before Python starts"
     assert [one for one in messages if said not in one or cure not in one] == []
 

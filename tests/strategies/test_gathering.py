@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from each import each
 from law.pair import strategy_of
 
 from tfmultigpu.strategies.gathering import gather_rows
@@ -15,7 +15,7 @@ from tfmultigpu.strategies.topology import per_replica
 DENSE = [np.array([[0.0, 2.0], [3.0, 0.0]]), np.array([[0.0, 0.0, 5.0]]), np.zeros([1, 1])]
 
 
-@each(("replicas", "dtype"), [(2, tf.float32), (3, tf.float32), (3, tf.string)])
+@pytest.mark.parametrize(("replicas", "dtype"), [(2, tf.float32), (3, tf.float32), (3, tf.string)])
 def test_sparse_rows_are_as_wide_as_the_widest(replicas: int, dtype: tf.DType) -> None:
     strategy = strategy_of(replicas)
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.strategies.process_state import process_state
@@ -40,7 +40,7 @@ def legacy() -> Any:
 
 
 def new(**options: Any) -> Any:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model = network(4, keras.layers.Dense(1))
     model.compile(**{"optimizer": "sgd", "loss": "mse"} | options)
     return model
 
@@ -75,7 +75,7 @@ ENTRIES: dict[str, Callable[[], Any]] = {
 }
 
 
-@each("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_the_real_tf_keras_is_named(entry: str) -> None:
     process_state.forget()
     with pytest.raises(tmg.errors.TfMultiGpuError) as caught:

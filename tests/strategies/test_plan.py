@@ -82,7 +82,7 @@ def test_what_is_preferred_is_taken_or_named_as_unmet_and_auto_follows_the_order
     assert wrong == []
 
 
-def test_what_is_named_is_taken() -> None:
+def test_what_is_named_is_taken(subtests: pytest.Subtests) -> None:
     named: list[tuple[MachineInfo, str, Any, str, tuple[str, ...]]] = [
         (machine(0, 8), "auto", 4, "mirrored", ("CPU:0", "CPU:1", "CPU:2", "CPU:3")),
         (machine(0, 8), "auto", ["CPU:6", "cpu:1"], "mirrored", ("CPU:6", "CPU:1")),
@@ -101,12 +101,13 @@ def test_what_is_named_is_taken() -> None:
         ),
     ]
     for facts, prefer, devices, kind, names in named:
-        plan = choose(facts, prefer, devices)
-        assert (plan.kind, plan.devices, plan.unmet) == (kind, names, ())
-        assert plan.num_replicas == len(names) * (2 if kind == "multi_worker" else 1)
+        with subtests.test(facts=facts):
+            plan = choose(facts, prefer, devices)
+            assert (plan.kind, plan.devices, plan.unmet) == (kind, names, ())
+            assert plan.num_replicas == len(names) * (2 if kind == "multi_worker" else 1)
 
 
-def test_what_cannot_be_named() -> None:
+def test_what_cannot_be_named(subtests: pytest.Subtests) -> None:
     missing, refused = DeviceNotFoundError, StrategyUnavailableError
     others = "combined with the cluster.*CUDA_VISIBLE_DEVICES"
     gone = r"does not have GPU:1.*Existing: CPU:0, GPU:0.*Write \['CPU:0', 'GPU:0'\]"
@@ -122,21 +123,32 @@ def test_what_cannot_be_named() -> None:
         (machine(2, 2, cluster=TWO_WORKERS), "auto", ["CPU:0", "CPU:1"], refused, others),
     ]
     for facts, prefer, devices, error, said in named:
-        with pytest.raises(error, match=said):
+        with subtests.test(said), pytest.raises(error, match=said):
             choose(facts, prefer, devices)
 
 
-def test_why_a_kind_is_not_taken_is_said() -> None:
-    for facts, prefer, devices, kind, said in (
+@pytest.mark.parametrize(
+    ("facts", "prefer", "devices", "kind", "said"),
+    [
         (machine(0, 8), "auto", None, "mirrored", "prefer='mirrored' uses the logical CPUs"),
-        (machine(4), "mirrored", ["/gpu:2"], "mirrored",
-         "GPU:2 is the only device, and one device has nothing to mirror"),
+        (
+            machine(4),
+            "mirrored",
+            ["/gpu:2"],
+            "mirrored",
+            "GPU:2 is the only device, and one device has nothing to mirror",
+        ),
         (machine(2, cluster=ONE_WORKER), "auto", None, "multi_worker", "one worker"),
         (machine(2, tpu=TPU), "auto", 2, "tpu", "devices names GPU:0, GPU:1"),
-    ):  # fmt: skip
-        plan = choose(facts, prefer, devices)
-        assert said in plan.rejected[kind]
-        assert plan.unmet == (() if prefer == "auto" else (f"prefer='mirrored': {said}",))
+    ],
+    ids=str,
+)
+def test_why_a_kind_is_not_taken_is_said(
+    facts: Any, prefer: Any, devices: Any, kind: Any, said: Any
+) -> None:
+    plan = choose(facts, prefer, devices)
+    assert said in plan.rejected[kind]
+    assert plan.unmet == (() if prefer == "auto" else (f"prefer='mirrored': {said}",))
 
 
 def test_tpu_cores_are_counted_where_they_are_known() -> None:
@@ -212,7 +224,9 @@ def test_the_plan_reads_well() -> None:
     assert choose(machine(1, no_more_gpus=None)).reason == "GPU:0 is the only GPU"
 
 
-def test_unknown_choices_are_refused_with_the_line() -> None:
-    for name, value in (("prefer", ["GPU:0"]), ("prefer", 2), ("communication", "NCCL")):
-        with pytest.raises(ValueError, match=f"{name} must be one of auto, .*Received: {name}="):
-            choose(machine(1), **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value"), [("prefer", ["GPU:0"]), ("prefer", 2), ("communication", "NCCL")], ids=str
+)
+def test_unknown_choices_are_refused_with_the_line(name: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be one of auto, .*Received: {name}="):
+        choose(machine(1), **{name: value})

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
+from problems import network, normal_rows
 
 import tfmultigpu as tmg
 from tfmultigpu.strategies.process_state import process_state
 
-X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+(X,) = normal_rows(7, 3)
 Y = X.sum(1, keepdims=True)
 CALLS: dict[str, Callable[[Any], Any]] = {
     "fit": lambda model: tmg.fit(model, (X, Y), batch_size=4, shuffle=False, verbose=0),
@@ -40,7 +39,7 @@ def two() -> tf.distribute.Strategy:
 
 def build() -> Any:
     keras.utils.set_random_seed(5)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model = network(3, keras.layers.Dense(1))
     model.compile(keras.optimizers.Adam(0.1), "mse")
     return model
 
@@ -56,7 +55,9 @@ def of_tensorflow() -> tf.distribute.Strategy:
 
 
 # That the model is not trained then: tests/promises/test_blocks_alone.py.
-@each(("make", "call"), [(two, call) for call in CALLS] + [(of_tensorflow, call) for call in CALLS])
+@pytest.mark.parametrize(
+    ("make", "call"), [(two, call) for call in CALLS] + [(of_tensorflow, call) for call in CALLS]
+)
 def test_a_model_on_no_strategy_beside_one_of_several_replicas(make: Any, call: str) -> None:
     process_state.forget()
     strategy, model = make(), build()
@@ -93,20 +94,12 @@ def test_of_several_strategies_none_is_guessed() -> None:
     assert tmg.distribute_dataset((X, Y), ours, batch_size=4).strategy is ours
 
 
-def test_an_accumulator_outside_the_scope_of_its_variables() -> None:
-    for strategy in (two(), of_tensorflow()):
-        with strategy.scope():
-            model = build()
-        with pytest.raises(tmg.ScopeError, match="accumulator was created outside") as caught:
-            tmg.GradientAccumulator(model.trainable_variables)
-        line = "    with strategy.scope():\n        window = tmg.GradientAccumulator(variables)"
-        assert str(caught.value).endswith(line)
-
-
 USED = ["not at all", "fit", "evaluate", "predict", "step"]
 
 
-@each(("make", "used"), [(two, used) for used in USED] + [(of_tensorflow, used) for used in USED])
+@pytest.mark.parametrize(
+    ("make", "used"), [(two, used) for used in USED] + [(of_tensorflow, used) for used in USED]
+)
 def test_a_strategy_that_nobody_holds_does_not_count(make: Any, used: str) -> None:
     def use() -> None:
         strategy = make()
@@ -177,7 +170,9 @@ def test_data_for_another_strategy() -> None:
 
 
 # Fails if a loop runs on without the rows of replicas that it has not, or with all rows on each.
-@each(("cut", "run", "compiled"), [(3, 2, 0), (3, 2, 1), (2, 3, 1), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("cut", "run", "compiled"), [(3, 2, 0), (3, 2, 1), (2, 3, 1), (2, 1, 0), (1, 2, 0)]
+)
 def test_data_for_another_number_of_replicas(cut: int, run: int, compiled: bool) -> None:
     other, strategy = (tmg.create_strategy(devices=number) for number in (cut, run))
     count = lambda batch: strategy.run(tf.shape, [batch])  # noqa: E731

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
+from problems import network, normal_rows
 from worker_functions import fail_second, greet, kill_itself, leave_early
 
 import tfmultigpu as tmg
@@ -26,14 +26,12 @@ from tfmultigpu.addons.testing import (
 )
 from tfmultigpu.addons.testing.invariance import difference
 
-_random = np.random.default_rng(0)
-X = _random.normal(size=(17, 3)).astype("float32")
-Y = _random.normal(size=(17, 2)).astype("float32")
+X, Y = normal_rows(17, 3, 2)
 BATCHES = [(X[:5], Y[:5]), (X[5:6], Y[5:6]), (X[6:], Y[6:])]
 
 
 def build() -> Training:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
+    model = network(3, keras.layers.Dense(2, name="dense"))
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     error = keras.metrics.MeanAbsoluteError(name="error")
     return Training(model, optimizer, "mse", metrics=[error])
@@ -154,23 +152,15 @@ def test_tolerances_are_by_name() -> None:
     assert_replica_invariant(other, BATCHES, tolerances=loose)
 
 
-def test_a_build_that_returns_something_else() -> None:
-    with pytest.raises(
-        tmg.TfMultiGpuError, match=r"Received: Sequential\. Write return tmg\.testing"
-    ):
-        assert_replica_invariant(lambda: build().model, BATCHES)
-
-
-@each("nothing", [[], tf.data.Dataset.range(0).batch(2), (X, Y)])
+@pytest.mark.parametrize("nothing", [[], tf.data.Dataset.range(0).batch(2)])
 def test_no_data(nothing: object) -> None:
     with pytest.raises(tmg.TfMultiGpuError, match="dataset must yield global batches"):
         assert_replica_invariant(build, nothing)
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"replicas": ()}, ValueError, r"replicas=\(\)"),
         ({"replicas": 0}, ValueError, "at least 1"),
         ({"replicas": 9}, tmg.DeviceNotFoundError, "9"),
         ({"tolerance": float("nan")}, ValueError, "tolerance=nan"),
@@ -184,7 +174,7 @@ def test_arguments_that_make_no_sense(options: dict, error: type, text: str) -> 
 # Comparing ----------------------------------------------------------------------------------------
 
 
-@each(
+@pytest.mark.parametrize(
     ("expected", "actual", "amount", "place"),
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0, (0,)),
@@ -202,6 +192,7 @@ def test_arguments_that_make_no_sense(options: dict, error: type, text: str) -> 
         ([], [], 0.0, ()),
         (3.0, 3.0, 0.0, ()),
     ],
+    ids=str,
 )
 def test_difference(expected: object, actual: object, amount: float, place: tuple) -> None:
     found = difference(np.array(expected), np.array(actual), "it", 1)
@@ -286,7 +277,5 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_run_in_workers() -> None:
-    with pytest.raises(ValueError, match=r"from the top level of a module"):
-        run_workers(lambda: None)
     with pytest.raises(ValueError, match=r"at least 1. Received: workers=0"):
         run_workers(greet, 0)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from each import each
 from law.processes import pool
 
 import tfmultigpu as tmg
@@ -44,7 +43,7 @@ def test_what_cannot_be_called_is_not_tried() -> None:
         tmg.find_batch_size(64)  # type: ignore[arg-type]
 
 
-@each(
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (MemoryError(), True),
@@ -62,7 +61,7 @@ def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) ->
     assert _ran_out_of_memory(error) is expected
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {"start": 0},

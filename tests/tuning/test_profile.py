@@ -7,31 +7,27 @@ import time
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
-from each import each
-from one_device import strategy_of
+from one_device import Replicated
+from problems import networks, normal_rows
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.tuning import StepProfile, profile_step
 
-X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
+(X,) = normal_rows(12, 5)
 Y = X.sum(1, keepdims=True)
 PROFILE = StepProfile(10, 2, 64.0, 3.0, 0.001, 0.009, 0.001, 0.001)
 
 
-def build(strategy: Any, **options: Any) -> Any:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.Adam(0.01)
-    return tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+def step_on(replicas: int) -> Any:
+    build = networks(5, lambda: keras.layers.Dense(4), lambda: keras.layers.Dense(1))
+    return Replicated(replicas, build, lambda: keras.optimizers.Adam(0.01), "mse").step
 
 
 # Fails if a part is measured by another clock, or steps are trained that are not said.
 def test_a_profile_of_two_replicas() -> None:
-    step = build(strategy_of(2))
-    data = tmg.distribute_dataset((X, Y), strategy_of(2), batch_size=5)
+    step = step_on(2)
+    data = tmg.distribute_dataset((X, Y), step.strategy, batch_size=5)
     begin = time.perf_counter()
     profile = profile_step(step, data, 6)
     assert (profile.steps, profile.replicas, profile.examples) == (6, 2, 4.0)
@@ -48,24 +44,25 @@ def test_waiting_for_data_is_seen() -> None:
             time.sleep(0.2)
             yield X, Y
 
-    profile = profile_step(build(tf.distribute.get_strategy()), tmg.distribute_dataset(slowly), 2)
+    profile = profile_step(step_on(1), tmg.distribute_dataset(slowly), 2)
     assert profile.input >= 0.1
     assert profile.advice.startswith("[input-bound]")
     assert profile.all_reduce == 0
 
 
-def test_what_cannot_be_profiled_says_so() -> None:
-    step = build(tf.distribute.get_strategy())
+def test_what_cannot_be_profiled_says_so(subtests: pytest.Subtests) -> None:
+    step = step_on(1)
     for steps in (0, None, 1.5):
-        with pytest.raises(ValueError, match=rf"at least 1\. .*: steps={steps}"):
+        with (
+            subtests.test(steps=steps),
+            pytest.raises(ValueError, match=rf"at least 1\. .*: steps={steps}"),
+        ):
             profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
-    with pytest.raises(tmg.errors.DataError, match="There is no batch to profile"):
-        profile_step(step, tf.data.Dataset.from_tensor_slices((X, Y)).take(0).batch(2))
     with pytest.raises(tmg.errors.DataError, match=r"Received: list_iterator\. Write iterator"):
         profile_step(step, [(X, Y)], 1)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "code", "says"),
     [
         ({}, "compute-bound", "jit_compile=True"),

@@ -10,18 +10,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from forced_addition import forcing_addition
+from problems import network, normal_rows
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu.addons.verification import Verification
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest
 from tfmultigpu.steps import Feature
+from tfmultigpu.strategies.collectives import forcing_addition
 
 L = keras.layers
-_random = np.random.default_rng(0)
-X = _random.normal(size=(23, 4)).astype("float32")
-Y = _random.normal(size=(23, 2)).astype("float32")
+X, Y = normal_rows(23, 4, 2)
 Told = tmg.ReplicaDependenceWarning
 
 
@@ -36,7 +35,7 @@ def step_of(
     keras.utils.set_random_seed(1)
     with strategy.scope():
         made = [layer() for layer in layers]
-        model = keras.Sequential([keras.Input((4,)), *made, L.Dense(2, name="last")])
+        model = network(4, *made, L.Dense(2, name="last"))
         optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9)
     return tmg.make_train_step(model, optimizer, loss, strategy, **options)
 
@@ -73,7 +72,9 @@ class KeepsMean(L.Layer):
 # What is said -------------------------------------------------------------------------------------
 
 
-def test_a_difference_names_the_numbers_the_layer_and_the_line_to_write(strategy: Any) -> None:
+def test_a_difference_names_the_numbers_the_layer_and_the_line_to_write(
+    strategy: Any, subtests: pytest.Subtests
+) -> None:
     step = step_of(strategy, lambda: L.Dense(3), minus_mean)
     with pytest.warns(Told) as caught:
         step((X[:7], Y[:7]))
@@ -86,7 +87,8 @@ def test_a_difference_names_the_numbers_the_layer_and_the_line_to_write(strategy
     assert float(one) != float(other.removesuffix(" as computed"))
     assert [str(each.message) for each in caught] == [str(found)]
     for part in ("the loss is ", "centred'", "tmg.gather_rows(tensor)"):
-        assert part in str(found)
+        with subtests.test(part=part):
+            assert part in str(found)
 
 
 def test_a_warning_is_at_the_line_of_the_user_also_under_fit(strategy: Any) -> None:
@@ -225,7 +227,7 @@ class Scales(Feature):
 
 
 def test_what_a_feature_does_to_a_gradient_is_compared_if_one_device_has_it(strategy: Any) -> None:
-    with forcing_addition("collective"):  # On each replica.
+    with forcing_addition(in_memory=False):  # On each replica.
         step = step_of(strategy, features=[Scales(is_known=True)])
         (message,) = told(lambda: step((X[:7], Y[:7])))
         step = step_of(strategy, features=[Scales(is_known=False)])
@@ -236,7 +238,7 @@ def test_what_a_feature_does_to_a_gradient_is_compared_if_one_device_has_it(stra
 def test_an_update_that_loses_its_clipping_is_told(strategy: Any) -> None:
     for clip, said in ((_compat.clip_as_set, 0), (lambda _, gradients: gradients, 1)):
         step = step_of(strategy, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01))
-        with pytest.MonkeyPatch.context() as patch, forcing_addition("collective"):
+        with pytest.MonkeyPatch.context() as patch, forcing_addition(in_memory=False):
             patch.setattr(_compat, "clip_as_set", clip)
             assert len(told(lambda step=step: step((X[:7], Y[:7])))) == said
 

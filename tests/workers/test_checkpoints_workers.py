@@ -13,13 +13,12 @@ import pytest
 import tensorflow as tf
 import this_worker
 from law.pair import strategy_of
+from problems import network, normal_rows
 
 import tfmultigpu as tmg
 
 pytestmark = pytest.mark.slow
-_random = np.random.default_rng(0)
-X = _random.normal(size=(22, 4)).astype("float32")
-Y = _random.normal(size=(22, 1)).astype("float32")
+X, Y = normal_rows(22, 4, 1)
 
 
 def build(strategy: Any) -> tuple[Any, Any]:
@@ -28,7 +27,7 @@ def build(strategy: Any) -> tuple[Any, Any]:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         hidden = [layers.Dense(3, use_bias=False), layers.BatchNormalization(), layers.Dropout(0.3)]
-        model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+        model = network(4, *hidden, layers.Dense(1))
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         optimizer.build(model.trainable_variables)
     return model, optimizer

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import this_worker
+from problems import network
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.workers import _private
@@ -43,7 +44,7 @@ def train_on_files(folder: str, count: int) -> tuple[np.ndarray, list[float]]:
     strategy = this_worker.strategy()
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model = network(1, keras.layers.Dense(1))
         optimizer = keras.optimizers.SGD(0.1)
     trained_on, losses = np.zeros(ROWS, int), []
 
@@ -108,18 +109,24 @@ def read_different_data(folder: str) -> dict[str, str]:
     return found | {"alike by seed": refused(rows_of(files))}
 
 
-def test_workers_that_read_different_data_are_told(both: Any, tmp_path: Path) -> None:
+def test_workers_that_read_different_data_are_told(
+    both: Any, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     write_files(tmp_path, 2)
     first, second = both(read_different_data, str(tmp_path))
     for case in ("without a seed", "other order", "other length", "by number"):
-        said = "The workers read different data: the first 1 batches of pass 1 differ, or the len"
-        assert second[case].startswith(said), case
+        with subtests.test(case=case):
+            said = (
+                "The workers read different data: the first 1 batches of pass 1 differ, or the len"
+            )
+            assert second[case].startswith(said), case
     assert "5 on worker 0 and 4 on worker 1" in second["other length"]
     # A busy machine hears of the eighth batch at a later comparison.
     assert any(f"first {n} batches of pass 1 differ" in second["later batch"] for n in (8, 16, 32))
     assert "dataset.shuffle(size, seed=1)" in second["without a seed"]
     for case in ("alike by number", "alike in a dict", "alike by seed"):
-        assert first[case] == second[case] == "", case
+        with subtests.test(case=case):
+            assert first[case] == second[case] == "", case
     assert first["seed"] == second["seed"]  # That of the data is one for all.
 
 

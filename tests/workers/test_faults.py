@@ -19,10 +19,12 @@ import tensorflow as tf
 import this_worker
 from law import worker_functions
 from law.processes import Worker, call_all, pool, wait_until_printed
+from problems import network
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.workers import _private, lost
+from tfmultigpu.addons.workers import _private
 from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.process_state import process_state
 
 pytestmark = pytest.mark.slow
 WITHIN = 60.0  # Seconds in which DESIGN promises that the others end.
@@ -39,17 +41,16 @@ FAULTS = {
 
 def compiled() -> Any:
     with this_worker.strategy().scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model = network(2, keras.layers.Dense(1))
         model.compile(keras.optimizers.SGD(0.01), "mse")
     return model
 
 
 def run(event: str, end_seconds: float) -> None:
     """Trains until something ends a worker, and ends as a program does."""
-    lost._END_SECONDS = end_seconds
     code = 1
     try:
-        train(event)
+        train(event, end_seconds)
         code = 0
     except SystemExit as error:
         code = int(error.code or 0)
@@ -61,8 +62,9 @@ def run(event: str, end_seconds: float) -> None:
     os._exit(code)
 
 
-def train(event: str) -> None:
+def train(event: str, end_seconds: float) -> None:
     worker_functions.join()
+    process_state.cluster.end_seconds = end_seconds
     worker, model = this_worker.index(), compiled()
     strategy = this_worker.strategy()
     step = tmg.make_train_step(model, model.optimizer, "mse", strategy, verify=False)

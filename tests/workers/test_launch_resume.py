@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tfmultigpu.addons.workers import launcher as launch_module
 from tfmultigpu.addons.workers.launcher import launch
 from tfmultigpu.addons.workers.processes import run_together
 
@@ -42,13 +41,13 @@ def in_slurm(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_workers_that_get_a_signal_resume_to_the_same_bits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The chief is killed; then the other one gets SIGTERM."""
-    # Long enough for TensorFlow's heartbeats, so that the other worker ends by itself.
-    monkeypatch.setattr(launch_module, "_GRACE", 40.0)
     deaths = [f"0@5@{signal.SIGKILL:d}", f"1@8@{signal.SIGTERM:d}"]
-    code = launch(SCRIPT, [str(tmp_path / "killed"), *deaths], workers=2, restarts=2)
+    # Long enough for TensorFlow's heartbeats, so that the other worker ends by itself.
+    arguments = [str(tmp_path / "killed"), *deaths]
+    code = launch(SCRIPT, arguments, workers=2, restarts=2, grace=40.0)
     out, err = capfd.readouterr()
     assert code == 0, f"{err}{out}"
 

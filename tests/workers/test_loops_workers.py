@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import this_worker
+from problems import network, normal_rows
 
 import tfmultigpu as tmg
 
 pytestmark = pytest.mark.slow
-_random = np.random.default_rng(0)
-X = _random.normal(size=(31, 6)).astype("float32")
-Y = _random.normal(size=(31, 2)).astype("float32")
+X, Y = normal_rows(31, 6, 2)
 GIB = 1024**3
 
 
@@ -82,7 +81,7 @@ def verified(*layers: Any) -> dict[str, Any]:
     keras.utils.set_random_seed(1)
     strategy = this_worker.strategy()
     with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), *[make() for make in layers]])
+        model = network(6, *[make() for make in layers])
         model.add(keras.layers.Dense(2))
         optimizer = keras.optimizers.SGD(0.1)
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
@@ -143,7 +142,7 @@ def capacities() -> tuple[Any, Any, str]:
         tmg.memory_capacities(strategy, memory=[-1 if worker == 1 else GIB])
     with strategy.scope():
         # Before the first weight, so that no gradient has to pass it.
-        model = keras.Sequential([keras.Input((6,)), Slow(), keras.layers.Dense(2)])
+        model = network(6, Slow(), keras.layers.Dense(2))
         optimizer = keras.optimizers.Adam()
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
     step((X[:6], Y[:6]))

@@ -15,6 +15,7 @@ import this_worker
 from law import worker_functions
 from law.model import batches_of, regression, small
 from law.pair import Pair, Row
+from problems import network
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfmultigpu as tmg
@@ -67,7 +68,7 @@ def place() -> dict[str, Any]:
     layers = [keras.layers.Dense(32, "tanh") for _ in range(5)]
     with strategy.scope():
         with tmg.sharded_variables(at_least=4 * 32 * 32):
-            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+            model = network(6, *layers, keras.layers.Dense(3))
         optimizer = keras.optimizers.Adam(0.01)
     begin = [float(np.sum(np.square(v.numpy()))) for v in model.variables]
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
@@ -154,7 +155,7 @@ def create_differently() -> list[str]:
     def create(at_least: int, *widths: int) -> None:
         with strategy.scope(), tmg.sharded_variables(at_least=at_least):
             layers = [keras.layers.Dense(width) for width in widths]
-            model = keras.Sequential([keras.Input((6,)), *layers])
+            model = network(6, *layers)
         tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
 
     for at_least, widths in ((0, [16 + worker]), (8 * worker, [16]), (0, [16, 3][: 1 + worker])):

@@ -17,7 +17,7 @@ WITHIN = 600.0  # Seconds of a call, for what hangs; other tests may need the pr
 
 def strategy() -> tf.distribute.Strategy:
     """Returns the strategy over the workers; in the process of the tests that of one device."""
-    return worker_functions._joined.get("strategy") or tf.distribute.get_strategy()
+    return worker_functions.joined.get("strategy") or tf.distribute.get_strategy()
 
 
 def index() -> int:

@@ -21,7 +21,21 @@ REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of a
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 
-_forced: bool | None = None  # Tests hold both ways to add to one device.
+_in_memory: bool | None = None  # Set by ``forcing_addition``.
+
+
+@contextmanager
+def forcing_addition(*, in_memory: bool) -> Iterator[None]:
+    """Has steps that are traced meanwhile add one way, whatever their devices.
+
+    For tests without accelerators, which hold both ways to one device.
+    """
+    global _in_memory
+    before, _in_memory = _in_memory, in_memory
+    try:
+        yield
+    finally:
+        _in_memory = before
 
 
 def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
@@ -31,8 +45,8 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     its memory. A step keeps the way it was traced with.
     """
     devices = strategy.extended.worker_devices
-    if _forced is not None:
-        return _forced
+    if _in_memory is not None:
+        return _in_memory
     return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 

@@ -54,12 +54,16 @@ def check_links(devices: Sequence[str] | None = None, *, seconds: float = 15.0) 
         >>> tmg.diagnostics.check_links(["CPU:0"]).codes
         ('no-links',)
     """
-    names = devices or [device.name for device in list_devices("GPU")]
+    return report_of(devices or [device.name for device in list_devices("GPU")], seconds)
+
+
+def report_of(names: Sequence[str], seconds: float, child: str = _CHILD) -> Report:
+    """Runs the tests in a child process, whose Python code is ``child``."""
     title = f"tfmultigpu doctor --links: {len(names)} device(s)"
     if len(names) < 2:
         what = "Links are between GPUs, and there are no two."
         return Report(title, (Finding("note", "no-links", what, "Nothing to test.", "-"),), {})
-    results = _run([sys.executable, "-c", _CHILD, str(seconds), *names], seconds * len(names) ** 2)
+    results = _run([sys.executable, "-c", child, str(seconds), *names], seconds * len(names) ** 2)
     findings = []
     for test, text in results.items():
         if not text.endswith((" ms", "available")):
@@ -94,7 +98,7 @@ def _run(command: list[str], seconds: float) -> dict[str, str]:
     return results
 
 
-def run_tests(seconds: str, *devices: str) -> None:
+def run_tests(seconds: str, *devices: str, size: int = _SIZE) -> None:
     """Runs the tests, and prints the name of each when it begins, and its result."""
     if "GPU" in devices[0].upper():
         enable_memory_growth()
@@ -102,9 +106,10 @@ def run_tests(seconds: str, *devices: str) -> None:
         split_device("CPU:0", parts=len(devices))
     tests: dict[str, Callable[[], str]] = {_START: str}
     for source, target in itertools.permutations(devices, 2):
-        tests[f"copy {source} -> {target}"] = partial(_test_copy, source, target)
+        tests[f"copy {source} -> {target}"] = partial(test_copy, source, target, size)
     for way in ("nccl", "hierarchical_copy", "one_device"):
-        tests[f"sum over {', '.join(devices)} by {way}"] = partial(_test_sum, devices, way)
+        name = f"sum over {', '.join(devices)} by {way}"
+        tests[name] = partial(test_sum, devices, way, size)
     for name, test in tests.items():
         print(_MARK + json.dumps([name, ""]), flush=True)
         # Whatever holds Python's lock.
@@ -120,31 +125,33 @@ def copy(tensor: tf.Tensor, device: str) -> Tensor:
         return tf.identity(tensor)
 
 
-def add(strategy: tf.distribute.Strategy) -> Tensor:
+def add(strategy: tf.distribute.Strategy, size: int) -> Tensor:
     """Adds 1, 2, 4 ... of the replicas; returns the sum that each has."""
 
     def replica() -> Nested:
         context = tf.distribute.get_replica_context()
         number = tf.cast(context.replica_id_in_sync_group, tf.float32)
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([_SIZE], 2.0**number))
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([size], 2.0**number))
 
     return strategy.experimental_local_results(tf.function(lambda: strategy.run(replica))())
 
 
-def _test_copy(source: str, target: str) -> str:
-    sent = np.random.default_rng().integers(0, 256, _SIZE, dtype="uint8")
+def test_copy(source: str, target: str, size: int) -> str:
+    """Returns what is wrong with a copy of so many bytes; nothing if it is right."""
+    sent = np.random.default_rng().integers(0, 256, size, dtype="uint8")
     with tf.device(source):
         there = tf.constant(sent)
     return _fault(copy(there, target).numpy(), sent)
 
 
-def _test_sum(devices: Sequence[str], way: Untyped) -> str:
+def test_sum(devices: Sequence[str], way: Untyped, size: int) -> str:
+    """Returns what is wrong with a sum of so many numbers; nothing if it is right."""
     try:
         strategy = create_strategy(devices=devices, communication=way, fallback=False)
     except StrategyUnavailableError:  # NCCL on parts of a GPU, pairs of an odd number of devices.
         return "not available"
     expected = np.float32(2 ** len(devices) - 1)
-    for total in add(strategy):
+    for total in add(strategy, size):
         if fault := _fault(total.numpy(), expected):
             return fault
     return ""

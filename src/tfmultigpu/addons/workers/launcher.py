@@ -33,7 +33,6 @@ from tfmultigpu.addons.workers.processes import (
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ClusterError, DeviceNotFoundError
 
-_GRACE = 30.0  # One may still write the checkpoint with which another one has ended.
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _LINES = 5
 
@@ -45,8 +44,14 @@ def launch(
     workers: int = 2,
     restarts: int = 0,
     module: bool = False,
+    grace: float = 30.0,
+    signal_grace: float = 30.0,
 ) -> int:
-    """Runs a program as several workers on this machine."""
+    """Runs a program as several workers on this machine.
+
+    After the first failure the others have ``grace`` seconds: one may still write the checkpoint
+    with which another one has ended. After a signal all have ``signal_grace`` seconds.
+    """
     check_count("workers", workers, error=ClusterError)
     check_count("restarts", restarts, 0, error=ClusterError)
     if not module and not Path(script).is_file():
@@ -69,7 +74,8 @@ def launch(
                 [command] * workers,
                 [{**worker_environment(addresses, i, environ), **gpus[i]} for i in range(workers)],
                 run.pass_on,
-                grace=_GRACE,
+                grace=grace,
+                signal_grace=signal_grace,
                 signals=signals,
                 on_poll=run.look_for_a_server,
             )

@@ -43,14 +43,17 @@ _TASK = re.compile(r"/job:worker/replica:\d+/task:(\d+)")
 _NEWS_SECONDS = 2.0  # TensorFlow may hear of an end some milliseconds earlier.
 _FIRST_SECONDS = 1.0  # In which the worker that failed ends before the others do.
 _ABORT_SECONDS = 20.0
-_END_SECONDS = 45.0
 _EXIT_SECONDS = 8.0
 _LONGEST = 300
 _SILENT = End("it does not answer: it is frozen, or its machine failed")
 
 
 class JoinedWorkers:
-    """The cluster that this process has joined, and what becomes of its workers."""
+    """The cluster that this process has joined, and what becomes of its workers.
+
+    Attributes:
+        end_seconds: The seconds that this process may run once another one has failed.
+    """
 
     def __init__(self, cluster: Cluster, ends: Ends) -> None:
         """Begins to watch the others, and to tell them how this process ends."""
@@ -58,6 +61,7 @@ class JoinedWorkers:
         self._cluster, self._ends = cluster, ends
         self._calls: dict[int, float] = {}  # The time at which each thread began to wait.
         self._told = False
+        self.end_seconds = 45.0
         if len(self.workers) > 1:
             self._before, sys.excepthook = sys.excepthook, self._end_by_error
             atexit.register(self._end)
@@ -167,8 +171,8 @@ class JoinedWorkers:
                 aborted = True  # Collectives raise now, and the program ends in its usual way.
                 _private.abort_collectives(_ABORTED)
             # A worker that has finished may leave another one that still saves its files.
-            stuck = failed and not self._told and time.monotonic() - heard > _END_SECONDS
-            if stuck or waited > _END_SECONDS:
+            stuck = failed and not self._told and time.monotonic() - heard > self.end_seconds
+            if stuck or waited > self.end_seconds:
                 error = self._lost(ended, "nothing; this process still waits, or makes its data.")
                 _end_within(1.0)  # Nobody may read the output, and printing would wait.
                 _print(error)
@@ -182,7 +186,7 @@ class JoinedWorkers:
         if sys.flags.interactive or hasattr(sys, "ps1"):
             return
         # Other threads, and what is registered with atexit, may still save something.
-        _end_within(_END_SECONDS)
+        _end_within(self.end_seconds)
         self._ends.leave(_end_by(error))
         if (explained := self._explain(error)) is not None:
             _print(explained)

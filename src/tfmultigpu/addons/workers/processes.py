@@ -20,7 +20,6 @@ from functools import partial
 from tfmultigpu.addons.workers.sources import without_cluster
 
 _POLL_SECONDS = 0.05
-_SIGNAL_GRACE = 30.0
 _READ_SECONDS = 2.0
 _LONGEST_LINE = 1 << 16
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,6 +41,7 @@ def run_together(
     *,
     timeout: float = float("inf"),
     grace: float = 5.0,
+    signal_grace: float = 30.0,
     signals: queue.SimpleQueue[int] | None = None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Outcome:
@@ -69,7 +69,7 @@ def run_together(
                 return Outcome(codes, tuple(failed), passed_on)
             with contextlib.suppress(queue.Empty):
                 received = signals.get_nowait()
-                deadline = now if passed_on is not None else now + _SIGNAL_GRACE
+                deadline = now if passed_on is not None else now + signal_grace
                 passed_on = received
                 for process in processes:
                     process.send_signal(received)
