@@ -241,7 +241,7 @@ def _divide_here(
     factor: Scalar,
     assigned: Sequence[Any],
 ) -> tuple[Gradient, tuple[Any, Any]]:
-    """Checks the weights, divides, regularises, and has the features change the gradient.
+    """Divides, regularises, and has the features change the gradient.
 
     Returns:
         The gradient, whose ``variables`` are left out: ``strategy.run`` returns tensors only. Then
@@ -251,10 +251,6 @@ def _divide_here(
     assert layout is not None
     *gradient_sums, stats = sums
     sums_of_losses, weights = layout.unstack(stats)
-
-    # The weights must be those that the replicas have divided by.
-    with tf.control_dependencies(layout.check(weights, total)):
-        total = tf.identity(total)
 
     trained = [_Trained(variable) for variable in step.variables]
     for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):

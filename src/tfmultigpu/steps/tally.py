@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
+from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.types import Scalar
 
@@ -142,18 +142,6 @@ class Layout:
         is_single = first.name is None and not first.added
         weight = numbers.weights[0] if is_single else numbers.rows
         return {"loss": functools.reduce(operator.add, losses), "weight": weight, **named}
-
-    def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
-        """Returns assertions that the weights are those that ``targets`` has divided by."""
-        return [
-            # tf.debugging.Assert would add two branches.
-            tf.raw_ops.Assert(
-                condition=abs(weight / tf.cast(rows * term.per_row, weight.dtype) - 1) < 1e-3,
-                data=[OTHER_ROWS.text, weight, rows],
-            )
-            for term, weight in zip(self.own, weights, strict=True)
-            if term.per_row is not None
-        ]
 
 
 class Tally(NamedTuple):
