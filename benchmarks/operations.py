@@ -28,7 +28,7 @@ ROWS, LENGTH, WORDS, CLASSES = 16, 16, 100, 10
 CLIP_NORM = 1.0
 NOT_RUN = ("Const", "NoOp")
 OPTIONS = ("clipped", "scaled", "metrics")  # Each by itself, and all together.
-CASES = {"plain": (), **{option: (option,) for option in OPTIONS}, "all": OPTIONS}
+CASES = {"plain": (), "fit": (), **{option: (option,) for option in OPTIONS}, "all": OPTIONS}
 RECORD = Path(__file__).parents[1] / "build" / "operations.json"
 
 Kinds = collections.Counter[str]
@@ -70,7 +70,9 @@ def measure(
     import keras
 
     import tfmultigpu as tmg
+    from tfmultigpu.steps import batches
 
+    batches._forced = True  # As on a GPU.
     if replicas > 1:
         tmg.split_device("CPU:0", parts=replicas)
     keras.mixed_precision.set_dtype_policy(precision)
@@ -78,7 +80,8 @@ def measure(
     counts: dict[str, tuple[Kinds, Kinds]] = {}
     for case in cases:
         by_hand = counted(_by_hand(strategy, CASES[case], layers))
-        counts[case] = by_hand, counted(_ours(strategy, CASES[case], layers))
+        ours = _fit if case == "fit" else _ours
+        counts[case] = by_hand, counted(ours(strategy, CASES[case], layers))
     return counts
 
 
@@ -170,9 +173,23 @@ def _ours(strategy: Any, options: tuple[str, ...], layers: int) -> Callable[[], 
         clip_norm=CLIP_NORM if "clipped" in options else None,
         loss_scale="dynamic" if "scaled" in options else None,
         verify=False,
+        shard_update=False,  # By hand each replica updates all variables, too.
     )
     batches = iter(tmg.distribute_dataset(_dataset(), strategy))
     return lambda: step(next(batches))
+
+
+def _fit(strategy: Any, options: tuple[str, ...], layers: int) -> Callable[[], Any]:
+    import keras
+
+    import tfmultigpu as tmg
+
+    with strategy.scope():
+        model = _model(layers)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(), loss)
+    options_of_fit = {"steps_per_epoch": 1, "verbose": 0, "verify": False, "shard_update": False}
+    return lambda: tmg.fit(model, _dataset(), **options_of_fit)
 
 
 def _by_hand(strategy: Any, options: tuple[str, ...], layers: int) -> Callable[[], Any]:

@@ -20,7 +20,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import GATHERED, structure_of
 from tfmultigpu.errors import DataError, TfMultiGpuError
-from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
+from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, on_shards
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
@@ -123,13 +123,14 @@ class Runner:
                 held.enter_context(lock)
             yield
 
-    def _trace(self, shards: Shards) -> tuple[Any, tuple[Any, ...]]:
+    def _trace(self, shards: Shards, *, logs_last: bool = True) -> tuple[Any, tuple[Any, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
         kinds = tf.nest.map_structure(_kind_of, shards.local[0])
         self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
         # Inside a function of the user nobody could ask a second time for an error that was lost.
         inside = "the step is part of a tf.function of the user's" if self._is_inside else ""
-        trace = self._traces[self._key] = Trace(why_each=self._why_each or inside)
+        why = self._why_each or inside
+        trace = self._traces[self._key] = Trace(why_each=why, logs_last=logs_last)
         with self.computation.around_trace(), self.touched.noting():
             result, tallies = self.computation.compute(shards, trace)
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
@@ -182,8 +183,13 @@ class Runner:
 
     # Many batches -------------------------------------------------------------------------------
 
-    def run(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+    def run(
+        self, iterator: Any, steps: Any, *, logs_last: bool = True
+    ) -> tuple[dict[str, Any], Tallies]:
         """Computes up to ``steps`` batches, and returns their logs and the tallies behind them.
+
+        Without ``logs_last`` nothing is computed for the logs of the last step alone, such as the
+        norm of its gradient, and of the logs of several calls ``"steps"`` alone is to be read.
 
         ::
 
@@ -192,13 +198,15 @@ class Runner:
                 else: one compiled loop over as many as pass between two looks at Ctrl-C
         """
         with self._alone(), self._retraces.watch():
-            return self._run_many(iterator, steps)
+            return self._run_many(iterator, steps, logs_last=logs_last)
 
-    def _run_many(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+    def _run_many(
+        self, iterator: Any, steps: Any, *, logs_last: bool
+    ) -> tuple[dict[str, Any], Tallies]:
         source, kind, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
-        kind = (self._key, kind, tf.type_spec_from_value(source))
+        kind = (self._key, logs_last, kind, tf.type_spec_from_value(source))
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
         self._is_inside = tf.inside_function()
         if self._is_inside:
@@ -294,7 +302,8 @@ class Runner:
                 return loop, most
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        loop = self._compile(split).get_concrete_function(kind[-1], count, *vectors)
+        compiled = self._compile(split, logs_last=kind[1])
+        loop = compiled.get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         most = math.inf
@@ -305,14 +314,18 @@ class Runner:
         self._loops.append((kind, loop, most))
         return loop, most
 
-    def _compile(self, split: Split) -> Any:
+    def _compile(self, split: Split, *, logs_last: bool) -> Any:
+        def trace(shards: Shards) -> tuple[Any, ...]:
+            return self._trace(shards, logs_last=logs_last)[1]
+
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
-            _, added = self._trace(shards_of(self.strategy, *split(element)))
+            added = on_shards(trace, self.strategy, *split(element))
             return _vectors(add(self._tallies(vectors), self._tallies(added)))
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
             vectors = _loop_over(source, steps, step, vectors)
-            return logs_of(self._tallies(vectors)), vectors
+            logs = logs_of(self._tallies(vectors))
+            return (logs if logs_last else {"steps": logs["steps"]}), vectors
 
         return tf.function(run, autograph=False)
 
