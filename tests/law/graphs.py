@@ -8,6 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 
+DECISION = "#decision"  # Behind the name of a branch: what both of its sides wait for.
+
+
 class Dependencies:
     """What each operation of a graph waits for, with the bodies of called functions in place.
 
@@ -25,10 +28,13 @@ class Dependencies:
         self.sizes: dict[str, int] = {}
         self.devices: dict[str, str] = {}
         self._bodies = {one.signature.name: one for one in definition.library.function}
-        self._add(definition.node, "", {})
+        self._add(definition.node, "", {}, [])
 
-    def _add(self, nodes: Any, path: str, arguments: dict[str, str]) -> None:
-        """Adds operations; ``arguments`` of their function are operations outside of it."""
+    def _add(self, nodes: Any, path: str, arguments: dict[str, str], after: list[str]) -> None:
+        """Adds operations, which come ``after`` the decisions that lead to their branch.
+
+        ``arguments`` of their function are operations outside of it.
+        """
         nodes = list(nodes)
         calls = {node.name for node in nodes if self._called(node)}
 
@@ -41,28 +47,32 @@ class Dependencies:
 
         for node in nodes:
             name, inputs = path + node.name, [place(one) for one in node.input]
-            self.inputs[name], self.kinds[name] = inputs, node.op
+            self.inputs[name], self.kinds[name] = [*inputs, *after], node.op
             self.devices[name] = node.device
             if node.attr["_output_shapes"].list.shape:
                 shape = tf.TensorShape(node.attr["_output_shapes"].list.shape[0])
                 dtype = tf.as_dtype(node.attr["T"].type or tf.float32)
                 self.sizes[name] = (shape.num_elements() or 0) * dtype.size
             values = [place(one) for one in node.input if one[0] != "^"]
+            decided = after
+            if node.op.endswith("If"):
+                decided = [*after, f"{name}{DECISION}"]
+                self.inputs[decided[-1]], self.kinds[decided[-1]] = [values[0], *after], node.op
             for body in self._called(node):
                 names = [argument.name for argument in body.signature.input_arg]
                 # A branch is not given the condition, which comes first.
                 outer = dict(zip(names, values[len(values) - len(names) :], strict=True))
-                self._add(body.node_def, f"{name}/", outer)
-                self._connect(body, name, outer)
+                self._add(body.node_def, f"{name}/", outer, decided)
+                self._connect(body, name, outer, decided)
 
-    def _connect(self, body: Any, name: str, arguments: dict[str, str]) -> None:
+    def _connect(self, body: Any, name: str, arguments: dict[str, str], decided: list[str]) -> None:
         """Makes what a call returns wait for what its body computes for it."""
         nested = {node.name for node in body.node_def if self._called(node)}
         for index, output in enumerate(body.signature.output_arg):
             inner, *rest = body.ret[output.name].split(":")
             suffix = f"#{rest[-1]}" if inner in nested else ""
             source = arguments.get(inner, f"{name}/{inner}{suffix}")
-            self.inputs.setdefault(f"{name}#{index}", []).append(source)
+            self.inputs.setdefault(f"{name}#{index}", []).extend([source, *decided])
         # What is ordered after the call waits for all of it.
         self.inputs[name] += [f"{name}/{node.name}" for node in body.node_def]
 
