@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-
 DECISION = "#decision"  # Behind the name of a branch: what both of its sides wait for.
 
 

@@ -71,7 +71,9 @@ def make_train_step(
             finite is skipped on every replica.
         shard_update: Whether each variable is updated by one replica, which keeps its optimizer
             state, and then copied: True, False, or ``"auto"`` where it is known to be faster.
-        jit_compile: Compile forward and backward with XLA.
+        jit_compile: Compile forward and backward with XLA, anew for each size of a batch. Pass True
+            on GPUs if all batches have one size and layers do many small operations; time a few
+            steps both ways. Results equal those of one device that is compiled likewise.
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to hold a step to what one device computes on the same global batch, and warn
             of what differs: ``"first"`` (the first batch, and the first that does not divide
