@@ -21,7 +21,7 @@ from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import Scalar
+from tfmultigpu.types import Scalar, Tensor
 
 OTHER_ROWS = GraphMessage(
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
@@ -269,7 +269,7 @@ def loss_term(
     return LossTerm(total, elements, float(per_row or 0) if is_counted else None)
 
 
-def _one_for_each_row(values: Any, rows: Any, per_row: int) -> Any:
+def _one_for_each_row(values: Tensor, rows: Scalar, per_row: int) -> Tensor:
     """Returns the values of a loss, held to their number: as many for each row as a row has.
 
     It is known from shapes alone, so nothing has to wait for the values. XLA compares it too, which

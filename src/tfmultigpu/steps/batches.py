@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,9 @@ from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.values import Shards
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Shard
+from tfmultigpu.types import BatchSpec, Shard, Tensor
+
+_Result = TypeVar("_Result")
 
 # Tests and benchmarks hold both ways to one device, without a GPU.
 _forced: bool | None = None
@@ -62,7 +64,7 @@ class BatchFunction:
         self._local = local_replicas(strategy)
         self._alone = strategy.num_replicas_in_sync == 1
         self._keeps_rows = knows_rows_by_size(strategy)
-        self._kept: set[Any] = set()  # Of which structures one number of rows is known.
+        self._kept: set[Hashable] = set()  # Of which structures one number of rows is known.
         self._compiled: dict[Any, Any] = {}  # By kind of batch; cheaper than asking tf.function.
         self._functions: dict[Any, Any] = {}  # By structure of the batch.
 
@@ -128,7 +130,7 @@ class BatchFunction:
         return on_shards(self.function, self.strategy, local, offsets)
 
     def _find(
-        self, key: Any, structure: Shard, local: list[list[Any]], offsets: Any, *, keeps: bool
+        self, key: Any, structure: Shard, local: list[list[Tensor]], offsets: Tensor, *, keeps: bool
     ) -> Any:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
         whole = offsets is None
@@ -149,7 +151,7 @@ class BatchFunction:
             return concrete
         fixed = fixed_offsets(leaves[0])
 
-        def around(*tensors: Any) -> Any:
+        def around(*tensors: Tensor) -> Tensor:
             if fixed is None or whole:
                 return concrete(*tensors)
             with tf.device("CPU:0"):
@@ -219,11 +221,11 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any]
 
 
 def on_shards(
-    function: Callable[[Shards], Any],
+    function: Callable[[Shards], _Result],
     strategy: tf.distribute.Strategy,
-    local: list[Any],
-    offsets: Any,
-) -> Any:
+    local: list[Shard],
+    offsets: Tensor,
+) -> _Result:
     """Runs a function of shards in a graph.
 
     For several replicas it is traced for any number of rows. Where the number is known, and to know
@@ -234,7 +236,7 @@ def on_shards(
     if strategy.num_replicas_in_sync == 1 or not is_known or not knows_rows_by_size(strategy):
         return function(shards_of(strategy, local, offsets))
 
-    def run(*tensors: Any) -> Any:
+    def run(*tensors: Tensor) -> _Result:
         *rows, places = tensors
         turn = iter(rows)
         filled = [None if leaf is None else next(turn) for leaf in leaves]
@@ -245,7 +247,8 @@ def on_shards(
     specs = [any_rows(leaf) for leaf in present]
     specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
     traced = tf.function(run, autograph=False).get_concrete_function(*specs)
-    return traced(*present, offsets)
+    result: _Result = traced(*present, offsets)
+    return result
 
 
 def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) -> Shards:
@@ -298,7 +301,7 @@ def _tensors(leaves: list[Any]) -> list[Any]:
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
 
-def _spec_of(leaf: Any) -> Any:
+def _spec_of(leaf: Tensor) -> BatchSpec:
     """Returns the type spec of a tensor, with its number of rows if that is one of its shape."""
     return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 

@@ -28,7 +28,7 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe, local_replicas
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Any], Any]]
@@ -123,7 +123,7 @@ class Runner:
                 held.enter_context(lock)
             yield
 
-    def _trace(self, shards: Shards, *, logs_last: bool = True) -> tuple[Any, tuple[Any, ...]]:
+    def _trace(self, shards: Shards, *, logs_last: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
         kinds = tf.nest.map_structure(_kind_of, shards.local[0])
         self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
@@ -184,7 +184,7 @@ class Runner:
     # Many batches -------------------------------------------------------------------------------
 
     def run(
-        self, iterator: Any, steps: Any, *, logs_last: bool = True
+        self, iterator: Any, steps: Scalar, *, logs_last: bool = True
     ) -> tuple[dict[str, Any], Tallies]:
         """Computes up to ``steps`` batches, and returns their logs and the tallies behind them.
 
@@ -201,7 +201,7 @@ class Runner:
             return self._run_many(iterator, steps, logs_last=logs_last)
 
     def _run_many(
-        self, iterator: Any, steps: Any, *, logs_last: bool
+        self, iterator: Any, steps: Scalar, *, logs_last: bool
     ) -> tuple[dict[str, Any], Tallies]:
         source, kind, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
@@ -315,7 +315,7 @@ class Runner:
         return loop, most
 
     def _compile(self, split: Split, *, logs_last: bool) -> Any:
-        def trace(shards: Shards) -> tuple[Any, ...]:
+        def trace(shards: Shards) -> tuple[Tensor, ...]:
             return self._trace(shards, logs_last=logs_last)[1]
 
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
@@ -358,5 +358,5 @@ def _kind_of(leaf: tf.Tensor | None) -> str:
     return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape}"
 
 
-def _vectors(tallies: Tallies) -> tuple[Any, ...]:
+def _vectors(tallies: Tallies) -> tuple[Tensor, ...]:
     return tuple(vector for tally in tallies.values() for vector in tally[1:])

@@ -37,6 +37,7 @@ from tfmultigpu.types import (
     KerasVariable,
     Shard,
     ShardUpdate,
+    Tensor,
 )
 
 
@@ -179,8 +180,10 @@ class TrainStep(ModelStep, Looped):
         """Trains on one global batch; traced."""
         tally, passes, gradient = self.look(shards, trace)
         # The norm needs the whole backward pass. If nobody reads it, TensorFlow leaves it out.
-        last: Sequence[Any] = [gradient.norm] if trace.logs_last else gradient.tensors
-        if not trace.logs_last:
+        last: Sequence[Tensor] = gradient.tensors
+        if trace.logs_last:
+            last = [gradient.norm]
+        else:
             tally = tally._replace(last=tf.zeros_like(tally.last))
         after = [tally.sums]
         for value in last:

@@ -32,8 +32,8 @@ def choose_compilation(
 
     Keras decides about ``"auto"``, and keeps the decision: it compiles where TensorFlow sees a GPU,
     the model is on no strategy, and all layers and settings allow it. Asked for by True, it still
-    does not if a layer does not allow it. Where XLA fails for another reason, the same is told
-    here, before anything is traced.
+    does not if a layer does not allow it. Text in a batch, on which XLA fails, rules it out
+    here.
 
     Args:
         model: A compiled model.
