@@ -134,12 +134,12 @@ def by_hand(
     with strategy.scope():
         model, optimizer = network.model(precision), _optimizer(network, precision)
         optimizer.build(model.trainable_variables)
-    loss_of_batch = loss_of()
 
     def replica(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            mean = loss_of_batch(y, model(x, training=True))
-            loss = mean * (tf.cast(tf.shape(x)[0], mean.dtype) / rows)
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = tf.reduce_sum(losses) / rows
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients])
         return loss

@@ -73,7 +73,7 @@ def make_train_step(
             state, and then copied: True, False, or ``"auto"`` where it is known to be faster.
         jit_compile: Compile forward and backward with XLA, anew for each size of a batch. Pass True
             on GPUs if all batches have one size and layers do many small operations; time a few
-            steps both ways. Results equal those of one device that is compiled likewise.
+            steps both ways. One device that is compiled likewise gives the same results.
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to hold a step to what one device computes on the same global batch, and warn
             of what differs: ``"first"`` (the first batch, and the first that does not divide
