@@ -33,6 +33,20 @@ __all__ = ["CASES", "GROUPS", "ORDER", "main", "missing", "run_part", "seen_gpus
 
 _FIRST = ("two_parts", "growth", "peak", "transformer-bfloat16-32", "resnet-bfloat16-256", "limit")
 ORDER = tuple(dict.fromkeys((*_FIRST, "memory-transformer-bfloat16-32", *GROUPS, *CASES)))
+# What one command runs in ten minutes, in this order; (f) is pytest, see docs/speed.md.
+SETS = {
+    "a": (
+        "peak",
+        "transformer-bfloat16-32",
+        "resnet-bfloat16-256",
+        "transformer-bfloat16-32-xla",
+        "resnet-bfloat16-256-xla",
+    ),
+    "b": ("profile-transformer-bfloat16-32", "profile-resnet-bfloat16-256"),
+    "c": ("2-parts-transformer", "4-parts-transformer", "2-parts-resnet", "4-parts-resnet"),
+    "d": ("bert-bfloat16-32", "gemma-bfloat16-8"),
+    "e": ("remat-bfloat16-32", "transformer-float16-32", "embedding-float32-256"),
+}
 FIND_GPUS = "import tensorflow as tf; print('GPUS', len(tf.config.list_physical_devices('GPU')))"
 TO_START = 300.0  # seconds: the first import of TensorFlow from a cold disk, compiling its Python
 
@@ -102,11 +116,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on virtual CPUs")
     parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
     parser.add_argument("--only", nargs="+", choices=ORDER, help="some of it", metavar="NAME")
+    parser.add_argument("--set", choices=SETS, help="what belongs together: see docs/speed.md")
     parser.add_argument(
         "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
     )
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
+    if asked.set:
+        asked.only = [*SETS[asked.set], *(asked.only or ())]
     if not 0 < asked.minutes < 24 * 60:
         parser.error(f"--minutes is a positive number. Received: {asked.minutes}")
     return asked

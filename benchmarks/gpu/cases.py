@@ -24,12 +24,13 @@ class Case:
     """One process of measuring.
 
     Attributes:
-        kind: ``"peak"``, ``"speed"``, ``"memory"`` or ``"parts"``.
+        kind: ``"peak"``, ``"speed"``, ``"profile"``, ``"memory"``, ``"parts"`` or ``"replicas"``.
         network: A key of ``NETWORKS``.
         precision: A key of ``PRECISIONS``.
         rows: Of a batch.
         xla: Whether forward and backward are compiled by XLA.
         contenders: Keys of ``CONTENDERS``.
+        parts: Of how many parts of one GPU.
     """
 
     kind: str
@@ -38,12 +39,15 @@ class Case:
     rows: int = 32
     xla: bool = False
     contenders: tuple[str, ...] = ("plain", "ours")
+    parts: int = 1
 
     @property
     def name(self) -> str:
         """What ``--only`` takes."""
         if self.kind == "peak":
             return "peak"
+        if self.kind == "replicas":
+            return f"{self.parts}-parts-{self.network}"
         parts = [self.network, self.precision, str(self.rows), *(["xla"] if self.xla else [])]
         return "-".join(parts if self.kind == "speed" else [self.kind, *parts])
 
@@ -58,7 +62,17 @@ def _cases() -> Iterator[Case]:
     for precision in ("tf32", "float16", "float32"):
         yield Case("speed", "resnet", precision, 256)
         yield Case("speed", "transformer", precision)
-    for precision in ("bfloat16", "tf32", "float16", "float32"):
+    for name, rows in (("transformer", 32), ("resnet", 256)):
+        yield Case("speed", name, rows=rows, xla=True, contenders=all_three)
+        yield Case("profile", name, rows=rows)
+    for parts in (2, 4):
+        yield Case("replicas", rows=16, parts=parts, contenders=("by_hand", "ours"))
+        yield Case("replicas", "resnet", rows=64, parts=parts, contenders=("by_hand", "ours"))
+    yield Case("speed", "remat", rows=32, contenders=all_three)
+    yield Case("speed", "embedding", "float32", rows=256, contenders=all_three)
+    yield Case("speed", "bert", rows=32, contenders=all_three)
+    yield Case("speed", "gemma", rows=8, contenders=all_three)
+    for precision in ("tf32", "float16", "float32"):
         yield Case("speed", "resnet", precision, 256, xla=True)
         yield Case("speed", "transformer", precision, xla=True)
     for rows in (64, 128):
@@ -138,13 +152,76 @@ def _speed(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     if not rehearse:
         tmg.enable_memory_growth()
     tf.config.experimental.enable_tensor_float_32_execution(PRECISIONS[case.precision][1])
-    of = network(case.network, tiny=rehearse)
+    try:
+        of = network(case.network, tiny=rehearse)
+    except ImportError as error:
+        return {"status": "not run", "error": f"{error}: pip install --no-deps keras-hub"}
     rows = 4 if rehearse else case.rows
     makers = [
         (name, lambda name=name: CONTENDERS[name](of, case.precision, rows, case.xla))
         for name in case.contenders
     ]
     return _timed(makers, case, of, rows, rehearse, note)
+
+
+def _replicas(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
+    """Equal parts of one GPU: the first step, which is checked, a step, and the peak of a part."""
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
+    from gpu.loops import by_hand, ours
+
+    kind, memory = ("CPU", None) if rehearse else ("GPU", None)
+    if not rehearse:
+        free = tmg.list_devices("GPU")[0].memory_free
+        if free is None:
+            needs = "needs the driver's memory of the GPU: pip install 'tfmultigpu[nvml]'"
+            return {"status": "not run", "error": needs}
+        memory = [int(0.9 * free / case.parts)] * case.parts
+    names = tmg.split_device(f"{kind}:0", parts=case.parts, memory=memory)
+    # NCCL refuses to use one card twice.
+    plain = tf.distribute.MirroredStrategy(list(names), tf.distribute.ReductionToOneDevice())
+    strategy = tmg.create_strategy("mirrored", devices=list(names), fallback=False)
+    of = network(case.network, tiny=rehearse)
+    rows = 8 if rehearse else case.rows * case.parts
+    peaks: dict[str, int] = {}
+
+    def noting_peak(name: str, make: Any) -> Any:
+        def made() -> Any:
+            if not rehearse:
+                tf.config.experimental.reset_memory_stats(names[-1])
+            found = make()
+            if not rehearse:
+                # It counts from the start of the process: the second has the first beside it.
+                peaks[name] = tf.config.experimental.get_memory_info(names[-1])["peak"]
+            return found
+
+        return name, made
+
+    makers = [
+        noting_peak("plain", lambda: by_hand(of, case.precision, rows, plain)),
+        noting_peak("ours", lambda: ours(of, case.precision, rows, False, strategy)),
+    ]
+    return {"peaks": peaks, **_timed(makers, case, of, rows, rehearse, note)}
+
+
+def _profile(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
+    """What the GPU and the host do in some steps of each: TensorFlow's profiler says it."""
+    import tfmultigpu as tmg
+    from gpu.loops import CONTENDERS
+    from gpu.profiles import profiled
+
+    if not rehearse:
+        tmg.enable_memory_growth()
+    of = network(case.network, tiny=rehearse)
+    rows = 4 if rehearse else case.rows
+    found: dict[str, Any] = {}
+    for name in case.contenders:
+        note(f"{name}, until it trains", {"profiles": found})
+        contender, _ = CONTENDERS[name](of, case.precision, rows, case.xla)
+        contender.train(4)
+        found[name] = profiled(lambda contender=contender: contender.train(4), case.name, name)
+    return {"title": of.title, "profiles": found}
 
 
 def _parts(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
@@ -267,4 +344,11 @@ def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     return {"peaks": peaks, "rows": many, "share_of_activations": left / whole}
 
 
-_KINDS = {"peak": _peak, "speed": _speed, "parts": _parts, "memory": _memory}
+_KINDS = {
+    "peak": _peak,
+    "speed": _speed,
+    "profile": _profile,
+    "parts": _parts,
+    "replicas": _replicas,
+    "memory": _memory,
+}

@@ -1,4 +1,4 @@
-"""The same training three ways: a plain step for one GPU, ours, and Keras ``fit``."""
+"""The same training: a plain step for one GPU or a loop by hand for several, ours, and ``fit``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from gpu.networks import Network
 
-__all__ = ["CONTENDERS", "Contender", "fit", "loss_of", "ours", "plain"]
+__all__ = ["CONTENDERS", "Contender", "by_hand", "fit", "loss_of", "ours", "plain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def plain(network: Network, precision: str, rows: int, xla: bool) -> tuple[Conte
     Returns:
         The contender, and the loss of its first step.
     """
-    model, optimizer = network.model(precision), _optimizer(precision)
+    model, optimizer = network.model(precision), _optimizer(network, precision)
     optimizer.build(model.trainable_variables)
     loss_of_batch = loss_of()
 
@@ -55,7 +55,9 @@ def plain(network: Network, precision: str, rows: int, xla: bool) -> tuple[Conte
             target = optimizer.scale_loss(loss)
         gradients = tape.gradient(target, model.trainable_variables)
         # Dense, as in every loop here: Adam would square the rows of a repeated token one by one.
-        optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients])
+        if network.dense:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        optimizer.apply(gradients)
         return loss
 
     iterator = iter(_dataset(network, rows))
@@ -81,7 +83,7 @@ def ours(
     """``make_train_step`` on the strategy of one GPU, or on the one given."""
     strategy = tmg.create_strategy("one_device") if strategy is None else strategy
     with strategy.scope():
-        model, optimizer = network.model(precision), _optimizer(precision)
+        model, optimizer = network.model(precision), _optimizer(network, precision)
     step = tmg.make_train_step(
         model, optimizer, loss_of(), strategy, jit_compile=xla, micro_batches=micro_batches
     )
@@ -97,12 +99,12 @@ def ours(
 
 
 def fit(network: Network, precision: str, rows: int, xla: bool) -> tuple[Contender, None]:
-    """Keras ``fit``, without metrics."""
+    """Keras ``fit``, without metrics; unless XLA is asked for, it decides about that itself."""
     import keras
 
     model = network.model(precision)
     # Keras itself wraps the optimizer where the policy is float16.
-    model.compile(_optimizer("float32"), loss_of(), jit_compile=xla)
+    model.compile(_optimizer(network, "float32"), loss_of(), jit_compile=xla or "auto")
     data = _dataset(network, rows)
 
     class Clock(keras.callbacks.Callback):
@@ -125,6 +127,38 @@ def fit(network: Network, precision: str, rows: int, xla: bool) -> tuple[Contend
     return Contender(model, train), None
 
 
+def by_hand(
+    network: Network, precision: str, rows: int, strategy: tf.distribute.MirroredStrategy
+) -> tuple[Contender, float]:
+    """A loop by hand for the replicas of a strategy: TensorFlow cuts the batch and adds."""
+    with strategy.scope():
+        model, optimizer = network.model(precision), _optimizer(network, precision)
+        optimizer.build(model.trainable_variables)
+
+    def replica(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = tf.reduce_sum(losses) / rows
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients])
+        return loss
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(replica, args=(x, y)), axis=None)
+
+    iterator = iter(strategy.experimental_distribute_dataset(_dataset(network, rows)))
+
+    def loop(steps: int) -> Any:
+        for x, y in itertools.islice(iterator, steps):
+            loss = step(x, y)
+        return loss
+
+    first = float(loop(1))
+    return _timed(model, loop), first
+
+
 CONTENDERS: dict[str, Callable[..., tuple[Contender, float | None]]] = {
     "plain": plain,
     "ours": ours,
@@ -139,10 +173,10 @@ def loss_of() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _optimizer(precision: str) -> Any:
+def _optimizer(network: Network, precision: str) -> Any:
     import keras
 
-    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer = getattr(keras.optimizers, network.optimizer)(1e-4)
     if precision == "float16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer

@@ -184,7 +184,7 @@ def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
             add_control_inputs(new, [gate])
 
 
-def add_control_inputs(operation: Any, others: Sequence[Any]) -> None:
+def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
     """Has an operation of a graph wait for others that were made later.
 
     Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` reaches only what is

@@ -11,6 +11,7 @@ from hooks_mutations import HOOKS
 from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
+from operations_mutations import OPERATIONS
 from remat_mutations import REMAT
 from state_mutations import STATE
 from step_mutations import STEPS
@@ -24,4 +25,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
     *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *FIRST_STEP),
+    *OPERATIONS,
 )

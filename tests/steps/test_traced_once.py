@@ -127,27 +127,7 @@ def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> 
     assert why in trace.why_each
 
 
-# In a call of one step: promises/test_first_step.py.
-def test_the_error_of_a_replica_is_not_lost_in_a_call_of_many_steps() -> None:
-    """TensorFlow may keep the error of a function, or that others were cancelled."""
-
-    def out_of_range(labels: Any, predictions: Any) -> Any:
-        wrong = tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7)
-        return wrong + predictions[:, 0]
-
-    build, options = networks(4, lambda: L.Dense(2)), {"verify": False, "features": [OneTrace()]}
-    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
-    batch = X[:6, 0], Y[:6, None]
-    for _ in range(3):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-            step(batch)
-    # Of a loop, which has taken the batch from its data.
-    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
-    data = tmg.distribute_dataset(batch, step.strategy, batch_size=3)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-        step.run(iter(data), 2)
-
-
+# Where it is kept: promises/test_first_step.py.
 def test_a_loop_whose_batch_is_not_kept_says_that_an_error_is_lost() -> None:
     """Replicas that share no memory would copy each batch to keep it."""
 

@@ -28,9 +28,12 @@ from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
 OTHER_ROWS = GraphMessage(
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
-    "",
+    "values, and values of so many rows {}",
     "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred).",
 )
+# The scope of the operation that fails then, and what TensorFlow says of it.
+OTHER_ROWS_SCOPE = "the_loss_has_one_value_per_row"
+_OTHER_SHAPE = re.compile(r"tensor with (\d+) values, but the requested shape has (\d+)")
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
@@ -232,9 +235,22 @@ def global_mean(loss_sum: LossSum) -> Scalar:
 
 
 def loss_term(
-    loss: KerasLoss, y_true: Nested, y_pred: Nested, sample_weight: Nested = None
+    loss: KerasLoss,
+    y_true: Nested,
+    y_pred: Nested,
+    sample_weight: Nested = None,
+    rows: Scalar = None,
 ) -> LossTerm:
-    """Returns the loss of one shard, of a result of ``as_loss``, as a term; see ``loss_sum``."""
+    """Returns the loss of one shard, of a result of ``as_loss``, as a term; see ``loss_sum``.
+
+    Args:
+        loss: The loss; this and all that follows as for ``loss_sum``.
+        y_true: Labels.
+        y_pred: Predictions.
+        sample_weight: Weights.
+        rows: The rows of the shard, an int64 scalar, if they are to divide: a weight that follows
+            from the rows is then held to them. None: the weight alone divides.
+    """
     unreduced: list[Tensor] = []
 
     def checked(values: Tensor) -> Tensor:
@@ -249,16 +265,23 @@ def loss_term(
     values = elementwise(y_true, y_pred, sample_weight)
     if not unreduced:  # It has a ``__call__`` of its own.
         checked(values)
+    # A function may merge, drop or add rows; the losses of Keras return one entry per row.
+    sources = type(loss), getattr(loss, "fn", type(loss))
+    per_row = values.shape[1:].num_elements() if all(map(_compat.is_part_of_keras, sources)) else 0
+    # Those that Keras applies: of the predictions and of the losses.
+    masks = cast_all(present(map(_compat.keras_mask, (y_pred, unreduced[0]))), tf.bool)
+    weighs = loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None)
+    is_counted = bool(per_row) and loss.reduction != "sum" and not masks and not weighs
+    if is_counted and rows is not None:
+        values = _one_for_each_row(values, rows, int(per_row or 0))
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
-    # Those that Keras applies: of the predictions and of the losses.
-    masks = cast_all(present(map(_compat.keras_mask, (y_pred, unreduced[0]))), tf.bool)
     mask = None
     if masks:
         mask = functools.reduce(tf.logical_and, masks)
     parts = cast_all(present([mask, sample_weight]), total.dtype)
-    if loss.reduction == "mean_with_sample_weight" and parts:
+    if weighs:
         if len(parts) == 2:
             parts = list(_same_rank(*parts))
         return LossTerm(total, tf.reduce_sum(functools.reduce(operator.mul, parts)))
@@ -267,12 +290,32 @@ def loss_term(
         valid = tf.math.count_nonzero(mask, dtype=total.dtype) * elements
         # The size is 0 in a shard without rows.
         return LossTerm(total, tf.math.divide_no_nan(valid, tf.cast(tf.size(mask), total.dtype)))
-    # A function may merge, drop or add rows; the losses of Keras return one entry per row.
-    sources = type(loss), getattr(loss, "fn", type(loss))
-    per_row = values.shape[1:].num_elements()
-    if per_row and all(map(_compat.is_part_of_keras, sources)):
-        return LossTerm(total, elements, float(per_row))
-    return LossTerm(total, elements)
+    return LossTerm(total, elements, float(per_row or 0) if is_counted else None)
+
+
+def _one_for_each_row(values: Tensor, rows: Scalar, per_row: int) -> Tensor:
+    """Returns the values of a loss, held to their number: as many for each row as a row has.
+
+    It is known from shapes alone, so nothing has to wait for the values. XLA compares it too, which
+    leaves out assertions.
+    """
+    found, known = values.shape.num_elements(), tf.get_static_value(rows)
+    if found is not None and known is not None:
+        if found != known * per_row:
+            raise OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} [{found} {known * per_row}]")
+        return values
+    # Of one axis more: TensorFlow's optimizer takes a reshape away that keeps the known shape.
+    shape = [tf.cast(rows, tf.int32), *values.shape[1:], 1]
+    with tf.name_scope(OTHER_ROWS_SCOPE):
+        return tf.reshape(values, shape)
+
+
+def as_rows_error(message: str) -> LossError | None:
+    """Returns what TensorFlow's error says of ``_one_for_each_row``; None if it is of others."""
+    numbers = _OTHER_SHAPE.search(message)
+    if OTHER_ROWS_SCOPE not in message or numbers is None:
+        return None
+    return OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} [{' '.join(numbers.groups())}]")
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -14,6 +14,8 @@ from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor
 
+_FIXED = "_tfmultigpu_fixed_offsets"  # An attribute of the first tensor of a batch.
+
 
 class Cut:
     """Cuts batches in ``tf.data``, and makes batches of what ``tf.data`` yields.
@@ -54,6 +56,7 @@ class Cut:
             for spec in components_of(element_spec)
         )
         self._pack = _packer(element_spec)
+        self._fixed = self._fixed_offsets()
 
     def __eq__(self, other: object) -> bool:
         """Compares the strategies, the type specs and the places of elements."""
@@ -113,8 +116,8 @@ class Cut:
         if self.on_devices:
             results = self.strategy.experimental_local_results
             shards = zip(*map(results, leaves), strict=True)
-            return list(map(self._pack, map(iter, shards))), results(offsets)[0]
-        return list(map(self._pack, map(iter, self._by_replica(leaves)))), offsets
+            return list(map(self._pack, map(iter, shards))), self._known(results(offsets)[0])
+        return list(map(self._pack, map(iter, self._by_replica(leaves)))), self._known(offsets)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Tensor) -> Shard:
@@ -123,14 +126,18 @@ class Cut:
         One replica gets plain tensors.
         """
         if not self.is_needed:
-            return partition.mark_offsets(checked_rows(element))
+            batch = partition.mark_offsets(checked_rows(element))
+            self._mark_fixed(tensors_of(batch)[0])
+            return batch
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return partition.mark_offsets(self._pack(iter(leaves)))
+        self._mark_fixed(leaves[0])
         if self.on_devices:
-            offsets = self.strategy.experimental_local_results(offsets)[0]
+            offsets = self._known(self.strategy.experimental_local_results(offsets)[0])
             devices = strategy_devices(self.strategy)
         else:
+            offsets = self._known(offsets)
             leaves = per_replica(self.strategy, self._by_replica(leaves))
             devices = ("CPU:0",) * len(self.local)
         batch = self._pack(iter(leaves))
@@ -138,9 +145,38 @@ class Cut:
             return partition.mark_offsets(batch, offsets)
         return each_row_once(batch, offsets, self.strategy, devices)
 
+    def _fixed_offsets(self) -> tuple[int, ...] | None:
+        """Returns the offsets of all batches, if the type specs tell their number of rows."""
+        rows: set[int | None] = set()
+        for spec in components_of(self.element_spec):
+            is_dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+            rows.add(spec.shape[0] if is_dense else None)
+        if len(rows) != 1 or (known := rows.pop()) is None or known < 1:
+            return None
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tuple(partition.shard_offsets(tf.constant(known), self.shares).numpy().tolist())
+
+    def _known(self, offsets: Tensor) -> Tensor:
+        """Returns, in a graph, the offsets as a constant if they are the same for all batches."""
+        if self._fixed is None or not tf.inside_function():
+            return offsets
+        with tf.device("CPU:0"):
+            return tf.constant(self._fixed, tf.int64)
+
+    def _mark_fixed(self, leaf: Tensor) -> None:
+        """Marks the first tensor of a batch with the offsets, if all batches have the same."""
+        if self._fixed is not None:
+            first = self.strategy.experimental_local_results(leaf)[0]
+            setattr(first, _FIXED, self._fixed)
+
     def _by_replica(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         count = len(leaves) // len(self.local)
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
+
+
+def fixed_offsets(leaf: Tensor) -> tuple[int, ...] | None:
+    """Returns the offsets that all batches of some data have, of the first tensor of one."""
+    return getattr(leaf, _FIXED, None)
 
 
 def check_batched(element_spec: BatchSpec) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, with_dependencies
+from tfmultigpu.data.cut import fixed_offsets
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
@@ -18,7 +19,25 @@ from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.values import Shards
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Shard
+from tfmultigpu.types import BatchSpec, Shard, Tensor
+
+_Result = TypeVar("_Result")
+
+# Tests and benchmarks hold both ways to one device, without a GPU.
+_forced: bool | None = None
+
+
+def knows_rows_by_size(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether functions are made for the number of rows that they see first.
+
+    On a GPU an operation of a step takes as long as the host needs to start it, and each shape that
+    is not known is computed by a few; so there it pays to prepare a second function for batches of
+    another size. Several processes would have to decide alike.
+    """
+    if _forced is not None:
+        return _forced
+    is_one_process = len(local_replicas(strategy)) == strategy.num_replicas_in_sync
+    return is_one_process and bool(tf.config.list_logical_devices("GPU"))
 
 
 class BatchFunction:
@@ -28,6 +47,13 @@ class BatchFunction:
     runs ``function(shards)`` as a ``tf.function`` with the number of rows left open. Inside another
     ``tf.function`` it runs as part of that.
 
+    The first number of rows is known to the function, if data always has it, or on a GPU. All
+    others share a second one::
+
+        one replica:        a trace for that number of rows, and one for any
+        several replicas:   a trace for any number, called by a function of that number of rows,
+                            which TensorFlow's optimizer puts in place of the shapes
+
     Attributes:
         function: From ``Shards`` to a nested structure of tensors.
         strategy: The strategy the shards are for.
@@ -36,10 +62,9 @@ class BatchFunction:
     def __init__(self, function: Callable[[Shards], Any], strategy: tf.distribute.Strategy) -> None:
         self.function, self.strategy = function, strategy
         self._local = local_replicas(strategy)
-        # On one GPU steps are first traced for a known number of rows: each shape that is not
-        # known makes TensorFlow wait for what was computed before.
-        alone = strategy.num_replicas_in_sync == 1
-        self._keeps_rows = alone and bool(tf.config.list_logical_devices("GPU"))
+        self._alone = strategy.num_replicas_in_sync == 1
+        self._keeps_rows = knows_rows_by_size(strategy)
+        self._kept: set[Hashable] = set()  # Of which structures one number of rows is known.
         self._compiled: dict[Any, Any] = {}  # By kind of batch; cheaper than asking tf.function.
         self._functions: dict[Any, Any] = {}  # By structure of the batch.
 
@@ -80,10 +105,16 @@ class BatchFunction:
     def compiled(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
         """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
         leaves = [leaf for shard in local for leaf in shard]
-        kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
-        key = _structure_key(structure), offsets is None, tuple(kinds)
+        fixed = fixed_offsets(leaves[0])
+        keeps = self._keeps_rows or (self._alone and fixed is not None)
+        kinds = [_kind(leaf, 0 if keeps else 1) for leaf in leaves]
+        key = _structure_key(structure), offsets is None, tuple(kinds), keeps and fixed
         if (compiled := self._compiled.get(key)) is None:
-            compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
+            keeps = keeps and key[:2] not in self._kept
+            compiled = self._find(key[:2], structure, local, offsets, keeps=keeps)
+            self._compiled[key] = compiled
+            if keeps:
+                self._kept.add(key[:2])
         present = [leaf for leaf in leaves if leaf is not None]
         return compiled, present if offsets is None else [*present, offsets]
 
@@ -96,29 +127,38 @@ class BatchFunction:
         local = packed
         if offsets is None:
             local, offsets = cut_batch(self.strategy, packed[0])
-        return self.function(shards_of(self.strategy, local, offsets))
+        return on_shards(self.function, self.strategy, local, offsets)
 
-    def _find(self, key: Any, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
+    def _find(
+        self, key: Any, structure: Shard, local: list[list[Tensor]], offsets: Tensor, *, keeps: bool
+    ) -> Any:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
         whole = offsets is None
         function = self._functions.get(key) or self._compile(structure, len(local), whole=whole)
         leaves = [leaf for shard in local for leaf in shard if leaf is not None]
-        keeps = self._keeps_rows and not function.experimental_get_tracing_count()
-        specs = [
-            tf.TensorSpec(leaf.shape, leaf.dtype)
-            if keeps and isinstance(leaf, tf.Tensor)
-            else any_rows(leaf)
-            for leaf in leaves
-        ]
+        known = [_spec_of(leaf) for leaf in leaves]
+        specs = known if keeps and self._alone else [any_rows(leaf) for leaf in leaves]
         if offsets is not None:
-            specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
+            places = tf.TensorSpec(offsets.shape, offsets.dtype)
+            specs, known = [*specs, places], [*known, places]
         replicas = self.strategy.num_replicas_in_sync
         with saying_if_slow(
             f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
         ):
             concrete = function.get_concrete_function(*specs)
         self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
-        return concrete
+        if not keeps or self._alone:
+            return concrete
+        fixed = fixed_offsets(leaves[0])
+
+        def around(*tensors: Tensor) -> Tensor:
+            if fixed is None or whole:
+                return concrete(*tensors)
+            with tf.device("CPU:0"):
+                places = tf.constant(fixed, tf.int64)
+            return concrete(*tensors[:-1], places)
+
+        return tf.function(around, autograph=False).get_concrete_function(*known)
 
     def _compile(self, structure: Shard, copies: int, *, whole: bool) -> Any:
         absent = [leaf is None for leaf in tf.nest.flatten(structure)]
@@ -180,6 +220,37 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any]
             return partition.cut_rows(batch, offsets, local_replicas(strategy)), offsets
 
 
+def on_shards(
+    function: Callable[[Shards], _Result],
+    strategy: tf.distribute.Strategy,
+    local: list[Shard],
+    offsets: Tensor,
+) -> _Result:
+    """Runs a function of shards in a graph.
+
+    For several replicas it is traced for any number of rows. Where the number is known, and to know
+    it pays, TensorFlow puts the trace into this graph, and then computes no shape when it runs.
+    """
+    leaves = tf.nest.flatten(local)
+    is_known = any(leaf is not None and leaf.shape.rank and leaf.shape[0] for leaf in leaves)
+    if strategy.num_replicas_in_sync == 1 or not is_known or not knows_rows_by_size(strategy):
+        return function(shards_of(strategy, local, offsets))
+
+    def run(*tensors: Tensor) -> _Result:
+        *rows, places = tensors
+        turn = iter(rows)
+        filled = [None if leaf is None else next(turn) for leaf in leaves]
+        packed = tf.nest.pack_sequence_as(local, filled)
+        return function(shards_of(strategy, packed, places))
+
+    present = [leaf for leaf in leaves if leaf is not None]
+    specs = [any_rows(leaf) for leaf in present]
+    specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
+    traced = tf.function(run, autograph=False).get_concrete_function(*specs)
+    result: _Result = traced(*present, offsets)
+    return result
+
+
 def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) -> Shards:
     """Returns shards; shards of several replicas have open rows, which tells draws by row."""
     replicas = strategy.num_replicas_in_sync
@@ -228,6 +299,11 @@ def _tensors(leaves: list[Any]) -> list[Any]:
             )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
+
+
+def _spec_of(leaf: Tensor) -> BatchSpec:
+    """Returns the type spec of a tensor, with its number of rows if that is one of its shape."""
+    return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 
 
 def _kind(leaf: Any, axis: int) -> Any:

@@ -145,9 +145,9 @@ class ChainedStep(Step, Looped):
         tallies: dict[str, Tally] = {}
         for name, step in self.steps.items():
             with noting_effects() as effects:
-                tallies[name] = step.compute(shards, Trace(why_each="it is a step of a chain"))[1][
-                    ""
-                ]
+                why = "it is a step of a chain"
+                own = Trace(why_each=why, logs_last=trace.logs_last)
+                tallies[name] = step.compute(shards, own)[1][""]
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other. ``tf.control_dependencies`` does not reach the
             # threads of replicas, so the rows wait.

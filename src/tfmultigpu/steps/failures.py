@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.losses import OTHER_ROWS
+from tfmultigpu.accumulation.losses import as_rows_error
 from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
@@ -76,9 +76,10 @@ def _explain(
             "longest on each",
             "Write value.to_tensor(shape=[None, 100]), one width for all.",
         )
-    for known in (OTHER_ROWS, NOT_ROWS):
-        if known.failed_in(error.message):
-            return known.as_error(LossError, error.message)
+    if (of_loss := as_rows_error(error.message)) is not None:
+        return of_loss
+    if NOT_ROWS.failed_in(error.message):
+        return NOT_ROWS.as_error(LossError, error.message)
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
             "Two strategies over different devices have used TensorFlow's collectives. TensorFlow "

@@ -74,7 +74,9 @@ def make_train_step(
             finite is skipped on every replica.
         shard_update: Whether one replica updates each variable, keeps its optimizer state, and
             copies it to the others: True, False, or ``"auto"``, if it is known to be faster.
-        jit_compile: Compile forward and backward with XLA.
+        jit_compile: Compile forward and backward with XLA, anew for each size of a batch. Pass True
+            on GPUs if all batches have one size and layers do many small operations; time a few
+            steps both ways. One device that is compiled likewise gives the same results.
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to compare a step with what one device computes on the same global batch, and
             warn about a difference: ``"first"`` (the first batch, and the first that does not

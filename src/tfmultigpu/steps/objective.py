@@ -114,8 +114,11 @@ class Forward:
                 y_pred = self.model(x, training=training)
                 losses, factors = self.objective.loss, self.objective.loss_weights
                 outputs = match_outputs(y, y_pred, weight, losses, factors, names)
-                with_loss = [output for output in outputs if output.loss is not None]
-                terms = list(map(_term_of_output, with_loss))
+                # A step divides by the rows, of which an evaluation has no need.
+                rows = count_rows(shard) if training else None
+                for output in outputs:
+                    if output.loss is not None:
+                        terms.append(_term_of_output(output, rows))
         for value in added:
             terms.append(_term_of_added(value, count_rows(shard)))
         return terms, outputs
@@ -220,7 +223,7 @@ def _check_variables(
     return tuple(chosen.values())
 
 
-def _term_of_output(output: Output) -> LossTerm:
+def _term_of_output(output: Output, rows: Scalar) -> LossTerm:
     if output.y_true is None:
         raise LossError(
             "There is a loss but no labels.",
@@ -228,7 +231,7 @@ def _term_of_output(output: Output) -> LossTerm:
             "Give batches (x, y) or (x, y, sample_weight) as tuples, because a list is x alone; "
             "or, for a loss without labels, forward=f(model, batch, training).",
         )
-    term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
+    term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight, rows)
     return dataclasses.replace(term, name=output.name, factor=output.factor)
 
 

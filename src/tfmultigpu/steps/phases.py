@@ -263,7 +263,7 @@ def _divide_here(
     factor: Scalar,
     assigned: Sequence[Any],
 ) -> tuple[Gradient, tuple[Any, Any]]:
-    """Checks the weights, divides, regularises, and has the features change the gradient.
+    """Divides, regularises, and has the features change the gradient.
 
     Returns:
         The gradient, whose ``variables`` are left out: ``strategy.run`` returns tensors only. Then
@@ -273,10 +273,6 @@ def _divide_here(
     assert layout is not None
     *gradient_sums, stats = sums
     sums_of_losses, weights = layout.unstack(stats)
-
-    # The weights must be those that the replicas have divided by.
-    with tf.control_dependencies(layout.check(weights, total)):
-        total = tf.identity(total)
 
     trained: list[_Trained] = []
     for variable, value in zip(step.variables, assigned, strict=True):

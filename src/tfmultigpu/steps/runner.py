@@ -21,7 +21,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import GATHERED, structure_of
 from tfmultigpu.errors import DataError, TfMultiGpuError
-from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, shards_of
+from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, on_shards
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.kept_batch import KeptBatch
@@ -31,7 +31,7 @@ from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.topology import describe, local_replicas
-from tfmultigpu.types import Shard
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Any], Any]]
@@ -145,13 +145,14 @@ class Runner:
                 held.enter_context(lock)
             yield
 
-    def _trace(self, shards: Shards) -> tuple[Any, tuple[Any, ...]]:
+    def _trace(self, shards: Shards, *, logs_last: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
         kinds = tf.nest.map_structure(_kind_of, shards.local[0])
         self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
         # Inside a function of the user nobody could ask a second time for an error that was lost.
         inside = "the step is part of a tf.function of the user's" if self._is_inside else ""
-        trace = self._traces[self._key] = Trace(why_each=self._why_each or inside)
+        why = self._why_each or inside
+        trace = self._traces[self._key] = Trace(why_each=why, logs_last=logs_last)
         with self.computation.around_trace(), self.touched.noting():
             result, tallies = self.computation.compute(shards, trace)
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
@@ -204,8 +205,13 @@ class Runner:
 
     # Many batches -------------------------------------------------------------------------------
 
-    def run(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+    def run(
+        self, iterator: Any, steps: Scalar, *, logs_last: bool = True
+    ) -> tuple[dict[str, Any], Tallies]:
         """Computes up to ``steps`` batches, and returns their logs and the tallies behind them.
+
+        Without ``logs_last`` nothing is computed for the logs of the last step alone, such as the
+        norm of its gradient, and of the logs of several calls ``"steps"`` alone is to be read.
 
         ::
 
@@ -214,13 +220,15 @@ class Runner:
                 else: one compiled loop over as many as pass between two looks at Ctrl-C
         """
         with self._alone(), self._retraces.watch():
-            return self._run_many(iterator, steps)
+            return self._run_many(iterator, steps, logs_last=logs_last)
 
-    def _run_many(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+    def _run_many(
+        self, iterator: Any, steps: Scalar, *, logs_last: bool
+    ) -> tuple[dict[str, Any], Tallies]:
         source, kind, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
-        kind = (self._key, kind, tf.type_spec_from_value(source))
+        kind = (self._key, logs_last, kind, tf.type_spec_from_value(source))
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
         self._is_inside = tf.inside_function()
         if self._is_inside:
@@ -317,7 +325,8 @@ class Runner:
         loop = _Loop(kind, split)
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        loop.run = self._compile(loop).get_concrete_function(kind[-1], count, *vectors)
+        compiled = self._compile(loop, logs_last=kind[1])
+        loop.run = compiled.get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         if len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync:
@@ -327,10 +336,13 @@ class Runner:
         self._loops.append(loop)
         return loop
 
-    def _compile(self, loop: _Loop) -> Any:
+    def _compile(self, loop: _Loop, *, logs_last: bool) -> Any:
+        def trace(shards: Shards) -> tuple[Tensor, ...]:
+            return self._trace(shards, logs_last=logs_last)[1]
+
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
             kept = KeptBatch(element)
-            _, added = self._trace(shards_of(self.strategy, *loop.split(kept.element)))
+            added = on_shards(trace, self.strategy, *loop.split(kept.element))
             vectors = _vectors(add(self._tallies(vectors), self._tallies(added)))
             if self.trace.functions and replicas_share_memory(self.strategy):
                 loop.kept = kept
@@ -339,7 +351,8 @@ class Runner:
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
             vectors = _loop_over(source, steps, step, vectors)
-            return logs_of(self._tallies(vectors)), vectors
+            logs = logs_of(self._tallies(vectors))
+            return (logs if logs_last else {"steps": logs["steps"]}), vectors
 
         return tf.function(run, autograph=False)
 
@@ -377,5 +390,5 @@ def _kind_of(leaf: tf.Tensor | None) -> str:
     return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape}"
 
 
-def _vectors(tallies: Tallies) -> tuple[Any, ...]:
+def _vectors(tallies: Tallies) -> tuple[Tensor, ...]:
     return tuple(vector for tally in tallies.values() for vector in tally[1:])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.losses import OTHER_ROWS, LossTerm
+from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.lists import pick
@@ -146,19 +146,6 @@ class Layout:
         if first.name is None and not first.added:
             weight = numbers.weights[0]
         return {"loss": functools.reduce(operator.add, losses), "weight": weight, **named}
-
-    def check(self, weights: Sequence[Tensor], rows: Scalar) -> list[tf.Operation]:
-        """Returns assertions that the weights are those that ``targets`` has divided by."""
-        checks: list[tf.Operation] = []
-        for term, weight in zip(self.own, weights, strict=True):
-            if term.per_row is not None:
-                expected = tf.cast(rows * term.per_row, weight.dtype)
-                data = [OTHER_ROWS.text, weight, rows]
-                # tf.debugging.Assert would add two branches.
-                checks.append(
-                    tf.raw_ops.Assert(condition=abs(weight / expected - 1) < 1e-3, data=data)
-                )
-        return checks
 
 
 class Tally(NamedTuple):

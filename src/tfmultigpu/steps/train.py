@@ -37,6 +37,7 @@ from tfmultigpu.types import (
     KerasVariable,
     Shard,
     ShardUpdate,
+    Tensor,
 )
 
 
@@ -178,7 +179,16 @@ class TrainStep(ModelStep, Looped):
     def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
         """Trains on one global batch; traced."""
         tally, passes, gradient = self.look(shards, trace)
-        after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
+        # The norm needs the whole backward pass. If nobody reads it, TensorFlow leaves it out.
+        last: Sequence[Tensor] = gradient.tensors
+        if trace.logs_last:
+            last = [gradient.norm]
+        else:
+            tally = tally._replace(last=tf.zeros_like(tally.last))
+        after = [tally.sums]
+        for value in last:
+            copies = self.strategy.experimental_local_results(value)
+            after += tf.nest.flatten(copies, expand_composites=True)
         # Also if the update is skipped, and before it: weights may be among them.
         phases.commit(self.strategy, trace, passes, after)
         phases.update(self.update, gradient, after)

@@ -187,6 +187,8 @@ class Trace:
         counts_replicas: Whether something in them asks how many replicas there are.
         own_moments: Layers that normalize by the moments of the rows of their replica alone.
         known: The trace of the same step on replicas, whose function serves one device as well.
+        logs_last: Whether what only the last step has in its logs is read: the norm of the
+            gradient and the loss scale.
     """
 
     layout: Layout | None = None
@@ -200,6 +202,7 @@ class Trace:
     counts_replicas: bool = False
     own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
     known: Trace | None = None
+    logs_last: bool = True
 
     def note_known(self) -> None:
         """Notes what ``known`` has found, whose function was called in place of a trace."""

@@ -128,7 +128,7 @@ class Loop(Generic[_Step]):
     def run(self, iterator: ShardIterator, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran, rows = 0, 0.0
-        _, tallies = self.step.runner.run(iterator, steps)
+        _, tallies = self.step.runner.run(iterator, steps, logs_last=False)
         for name, tally in tallies.items():
             values = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if tally.layout is None or not values.ndim:  # Of no step it is a scalar.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.compilation import choose_compilation
 from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
@@ -33,6 +35,7 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import BatchSpec, Function, KerasMetric, KerasModel, Metrics, Options, Verify
 
+_log = logging.getLogger("tfmultigpu")
 _Step = TypeVar("_Step", TrainStep, EvalStep)
 _DEFAULTS = {
     "micro_batches": 1,
@@ -140,9 +143,10 @@ class Program:
         options = {**self.options, "verify": self.verify}
         if step is None:
             build_if_needed(model, strategy, spec)
+            compilation = choose_compilation(model, strategy, spec)
+            _log.debug("XLA: %s: %s", compilation.by_xla, compilation.reason)
+            options["jit_compile"] = compilation.by_xla
         if step is None and self.forward is None:
-            arguments = compile_arguments(model)
-            options["jit_compile"] = arguments.get("jit_compile") is True
 
             def make(loss: Objective, metrics: Metrics) -> TrainStep:
                 given = {"metrics": metrics, **options}
