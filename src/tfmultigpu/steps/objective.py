@@ -104,10 +104,11 @@ class Forward:
 
     def __call__(self, shard: Shard, training: bool) -> tuple[list[LossTerm], list[Output]]:
         """Runs the model on a shard."""
+        terms: list[LossTerm] = []
         outputs: list[Output] = []
         with self._recording_added_losses() as added:
             if self.forward is not None:
-                terms = [_term_of_forward(self.forward(self.model, shard, training))]
+                terms.append(_term_of_forward(self.forward(self.model, shard, training)))
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)

@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfmultigpu import _compat
+from tfmultigpu.addons.loops import _private
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.types import BatchSpec, KerasModel
@@ -53,7 +53,7 @@ def _why_not(model: KerasModel, strategy: tf.distribute.Strategy) -> str:
     layers = [layer.name for layer in all_layers(model) if not layer.supports_jit]
     if layers:
         return f"XLA cannot compile the layer {layers[0]!r}"
-    if _compat.compile_arguments(model).get("jit_compile"):
+    if _private.compile_arguments(model).get("jit_compile"):
         return "Keras compiles no such model by XLA here"
     if not tf.config.list_physical_devices("GPU"):
         return "compile(jit_compile=False), or 'auto' without a GPU"
