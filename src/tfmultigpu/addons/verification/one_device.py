@@ -20,7 +20,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Trace
-from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.row_parts import copies_of, units_of
 from tfmultigpu.types import KerasVariable, Shard
 
 
@@ -54,7 +54,7 @@ class OneDevice:
         trains = None not in [f.on_one_device() for f in changing] and isinstance(step, TrainStep)
         # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it does
         # to a weight may not, as Adam where a gradient is nothing but rounding.
-        kept = [v for v in step.optimizer.variables if len(v.shape)] if trains else []
+        kept = [v for v in units_of(step.optimizer.variables) if len(v.shape)] if trains else []
         self.updated = [*kept, *step.variables] if trains else []
         self.own: list[tf.Variable] = []
         self._touched = Touched()  # By the last trace.
@@ -94,20 +94,20 @@ class OneDevice:
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
         assigned = {id(handle) for handle in self._touched.assigned}
-        local = self.strategy.experimental_local_results
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
         for metric in (*self.step.metrics, *keras.layers.Layer.metrics.fget(model)):
             known += metric.variables
         for variable in known:
-            assigned -= {id(copy.handle) for copy in local(tf_variable(variable))}
+            assigned -= {id(copy.handle) for copy in copies_of(self.strategy, variable)}
         return [each for each in self._touched.variables if id(each.handle) in assigned]
 
     def moved(self, batch: Shard, compiled: Any, rounding: float) -> list[dict[str, Any]]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
-        local = self.strategy.experimental_local_results
-        still = {id(copy.handle) for state in self.states for copy in local(state.value)}
+        still: set[int] = set()
+        for state in self.states:
+            still.update(id(copy.handle) for copy in copies_of(self.strategy, state))
 
         def move(seed: int, number: int, handle: Any, value: Any) -> Any:
             if id(handle) in still or not value.dtype.is_floating:

@@ -18,6 +18,7 @@ from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.steps.assignments import deferred_here
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Rows
+from tfmultigpu.strategies.row_parts import RowParts, whole_of
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
@@ -69,7 +70,7 @@ class Lookups(Feature):
         if not is_table(variable):
             return False
         value = tf_variable(variable)
-        trained = [id(each) for each in getattr(self._step, "variables", ())]
+        trained = [id(whole_of(each)) for each in getattr(self._step, "variables", ())]
         if id(variable) in trained and self._step.update.takes_rows(variable):
             _written[id(value)] = value
         return _written.get(id(value)) is value or is_sharded(variable)
@@ -81,6 +82,8 @@ def _reader(table: KerasVariable) -> Callable[[_Value], tf.Tensor] | None:
     value = None if scope is None else scope.own_variable(table)
     if value is None:
         return None
+    if isinstance(value, RowParts):
+        return value.sparse_read
     strategy = getattr(value, "distribute_strategy", None) or tf.distribute.get_strategy()
     copies = strategy.experimental_local_results(value)
     if len(copies) == 1 or strategy is not tf.distribute.get_strategy():
