@@ -16,13 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.accumulation.table_rows import check_updates_parts, takes_rows, updating_rows
+from tfmultigpu.accumulation.table_rows import (
+    check_updates_parts,
+    is_table,
+    takes_rows,
+    updating_rows,
+)
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
     replicas_share_memory,
@@ -63,8 +69,22 @@ class Replicated:
     def build(self, variables: Sequence[KerasVariable]) -> None:
         """Creates the state of the optimizer before anything is traced."""
         if not self.optimizer.built:
-            with self.strategy.scope():
+            with self.strategy.scope(), _filling_at_once():
                 self.optimizer.build(list(variables))
+
+    def part_copies(self, variables: Sequence[KerasVariable]) -> None:
+        """Gives each copy of a table, whose rows are updated alone, memory of its own.
+
+        TensorFlow makes all copies of one first value, in one memory if they share it. At the first
+        write each would be copied, all at one time, while the first value is still there.
+        """
+        for variable in variables:
+            copies = self._local(tf_variable(variable))
+            if len(copies) == 1 or not is_table(variable) or not self.takes_rows(variable):
+                continue
+            for copy in copies[1:]:
+                with tf.device(copy.device):
+                    copy.assign(tf.raw_ops.DeepCopy(x=copy.read_value()))
 
     def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
@@ -161,7 +181,7 @@ class Replicated:
         ids: dict[int, tf.Tensor | None] = {}
         for number, variable in enumerate(variables):
             if isinstance(gradients[number], OfParts):
-                parts: list[Any] = []
+                parts: list[Gradient] = []
                 pairs = zip(gradients[number].parts, self._copies(variable), strict=True)
                 for part, copy in pairs:
                     ids[id(copy)] = part.indices if is_list(part) else None
@@ -179,9 +199,7 @@ class Replicated:
             gradients[number] = per_replica(self.strategy, values) if several else values[0]
         return ids
 
-    def _clip_parts(
-        self, optimizer: KerasOptimizer, gradients: list[Gradient]
-    ) -> list[Gradient]:
+    def _clip_parts(self, optimizer: KerasOptimizer, gradients: list[Gradient]) -> list[Gradient]:
         """Returns gradients clipped as Keras would, where some are of tables in parts."""
         if not any(isinstance(gradient, OfParts) for gradient in gradients):
             return gradients  # Keras does it.
@@ -201,7 +219,7 @@ class Replicated:
                 clipped.append(with_values(gradient, next(values)))
         return clipped
 
-    def _copies(self, variable: Any) -> tuple[Any, ...]:
+    def _copies(self, variable: KerasVariable) -> Sequence[tf.Variable]:
         return copies_of(self.strategy, variable)
 
     def _local(self, value: Any) -> tuple[Any, ...]:
@@ -240,7 +258,8 @@ class Owned(Replicated):
             return nullcontext() if owner is None else tf.device(self.devices[owner])
 
         def build() -> None:  # A variable is created once outside the scope.
-            with patching(self.strategy.extended, "colocate_vars_with", with_owner):
+            owning = patching(self.strategy.extended, "colocate_vars_with", with_owner)
+            with owning, _filling_at_once():
                 optimizer.build(list(variables))
 
         before = {id(variable) for variable in optimizer.variables}
@@ -338,7 +357,7 @@ class OfParts:
 def whole_tables(
     gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
 ) -> tuple[list[Gradient], list[KerasVariable]]:
-    """Returns gradients with their variables, as Keras knows them: a table in place of its parts."""
+    """Returns gradients with their variables, and a table in place of its parts, as in Keras."""
     wholes: dict[int, KerasVariable] = {}
     found: dict[int, Gradient] = {}
     for gradient, variable in zip(gradients, variables, strict=True):
@@ -363,9 +382,9 @@ def _clipped_alone(gradient: Gradient, limit: float) -> Gradient:
 def _update_parts(
     table: RowParts, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Runs a function of Keras on each part of a table, on its device, with what is of this part."""
+    """Runs a function of Keras on each part of a table, on its device, with what it has there."""
     for number, part in enumerate(table.parts):
-        of_part: list[Any] = []
+        of_part: list[Gradient] = []
         for value in args:
             inner = tf_variable(value)
             if isinstance(value, OfParts):
@@ -387,6 +406,28 @@ def _without_lists(
         with tf.device(dense[number].device):
             dense[number] = as_tensor(dense[number], variable.shape)
     return dense
+
+
+@contextmanager
+def _filling_at_once() -> Iterator[None]:
+    """Has Keras' ``Constant``, by which slots begin, fill memory instead of multiplying ones.
+
+    A product needs room for two tables, and a slot has the size of one.
+    """
+    import keras
+
+    def fill(
+        original: Callable[..., tf.Tensor],
+        initializer: Gradient,
+        shape: Sequence[int],
+        dtype: str | None = None,
+    ) -> Gradient:
+        if dtype is None or isinstance(initializer.value, (Sequence, np.ndarray)):
+            return original(initializer, shape, dtype=dtype)
+        return tf.fill(shape, tf.cast(initializer.value, dtype))
+
+    with patching(keras.initializers.Constant, "__call__", fill):
+        yield
 
 
 def _refuse_replicas(*_: Any, **__: Any) -> None:

@@ -73,13 +73,12 @@ def leaves_other_rows(optimizer: KerasOptimizer) -> bool:
     return _agrees(optimizer, optimizer.get_config(), _by_rows, np.array_equal)
 
 
-def check_updates_parts(
-    optimizer: KerasOptimizer, variables: Sequence[KerasVariable]
-) -> None:
+def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> None:
     """Checks that an optimizer updates tables in parts as it would update the whole of them.
 
     A copy of the optimizer updates a small table, another copy two parts of it, and both must
-    agree, but for the last bit, which depends on how many numbers are computed at once. Call it outside of every strategy.
+    agree, but for the last bit, which depends on how many numbers are computed at once. Call it
+    outside of every strategy.
     """
     parts = [variable for variable in variables if whole_of(variable) is not variable]
     for each in parts_of(optimizer):

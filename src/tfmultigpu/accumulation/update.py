@@ -60,6 +60,7 @@ def _choose(
         update = (Owned if owned else Replicated)(optimizer, strategy, reason)
         with tf.init_scope():
             update.build(variables)
+            update.part_copies(variables)
         _chosen[inner] = update
     for part in parts_of(inner):  # A MultiOptimizer has them when it is built.
         if steps := getattr(part, "gradient_accumulation_steps", None):

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasVariable
@@ -21,11 +22,12 @@ from tfmultigpu.types import KerasVariable
 _Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
 
 
-class RowParts(tf.Variable):  # type: ignore[misc]  # TensorFlow has no types.
+class RowParts(tf.Variable):
     """A table in parts: what Keras takes for the ``tf.Variable`` of one of its variables.
 
     Attributes:
         parts: The variables of TensorFlow, in the order of their rows; one on a device.
+        counts: How many rows each part has.
         starts: The first row of each part.
         create_like: Creates, in place of a variable of this shape, such a table on the same devices
             for an optimizer; as ``tf.variable_creator_scope`` takes it.
@@ -47,11 +49,12 @@ class RowParts(tf.Variable):  # type: ignore[misc]  # TensorFlow has no types.
             create_like: As the attribute.
         """
         self.parts, self.create_like = tuple(parts), create_like
+        self.counts = [int(part.shape[0] or 0) for part in parts]
         self.starts: list[int] = []
         rows = 0
-        for part in parts:
+        for count in self.counts:
             self.starts.append(rows)
-            rows += part.shape[0]
+            rows += count
         self._shape = tf.TensorShape([rows, *parts[0].shape[1:]])
         self._name = f"{name}:0"  # As TensorFlow names a variable.
         self._trainable = bool(parts[0].trainable)
@@ -81,24 +84,26 @@ class RowParts(tf.Variable):  # type: ignore[misc]  # TensorFlow has no types.
 
     def __repr__(self) -> str:
         """Returns the name, the shape, and how many rows are where."""
-        rows = [f"{part.shape[0]} on {part.device}" for part in self.parts]
+        rows = [f"{part.shape[0]} on {parse_device_name(part.device)}" for part in self.parts]
         return f"<RowParts {self.name!r} of shape {tuple(self.shape)}: {', '.join(rows)}>"
 
     def value(self) -> tf.Tensor:
         """Returns the whole table, where this is called."""
-        return tf.concat([part.read_value() for part in self.parts], 0)
+        whole: tf.Tensor = tf.concat([part.read_value() for part in self.parts], 0)
+        return whole
 
     read_value = value
 
     def __tf_tensor__(self, dtype: _Value = None, name: str | None = None) -> tf.Tensor:
         """Returns the whole table."""
-        return tf.convert_to_tensor(self.value(), dtype, name=name)
+        whole: tf.Tensor = tf.convert_to_tensor(self.value(), dtype, name=name)
+        return whole
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self) -> np.ndarray[_Value, _Value]:
         """Returns the whole table, in the memory of the host."""
         return np.concatenate([part.numpy() for part in self.parts])
 
-    def __array__(self, dtype: _Value = None, copy: _Value = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: _Value = None, copy: _Value = None) -> np.ndarray[_Value, _Value]:
         """Returns the whole table, in the memory of the host."""
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
@@ -124,7 +129,7 @@ class RowParts(tf.Variable):  # type: ignore[misc]  # TensorFlow has no types.
         found.set_shape([*ids.shape, *self.shape[1:]])
         return found
 
-    def _export_to_saved_model_graph(self, *_: object, **__: object) -> Any:
+    def _export_to_saved_model_graph(self, *_: object, **__: object) -> _Value:
         raise TfMultiGpuError(
             "TensorFlow writes no SavedModel of a table whose rows are on several devices.",
             f"{self.name!r} of shape {tuple(self.shape)} in {len(self.parts)} parts",
@@ -159,13 +164,14 @@ class RowParts(tf.Variable):  # type: ignore[misc]  # TensorFlow has no types.
         if isinstance(value, RowParts) and not same:
             value = value.value()
         where = value.device if tf.is_tensor(value) else None
-        for number, (part, start) in enumerate(zip(self.parts, self.starts, strict=True)):
+        for number, part in enumerate(self.parts):
             if same:
                 rows = value.parts[number]
             else:
+                start = self.starts[number]
                 # Cut where the whole is: elsewhere it would be copied to be cut.
                 with tf.device(where):
-                    rows = value[start : start + part.shape[0]]
+                    rows = value[start : start + self.counts[number]]
             with tf.device(part.device):
                 yield part, tf.cast(rows, part.dtype)
 
@@ -196,14 +202,15 @@ class TablePart:
         self.value = whole.parts[number]
         self.shape = self.value.shape
         first = whole.starts[number]
-        self.path = f"{table.path}[{first}:{first + self.shape[0]}]"
+        self.path = f"{table.path}[{first}:{first + whole.counts[number]}]"
 
     @property
     def table(self) -> KerasVariable:
         """The Keras variable of the whole table."""
         return self._table()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _Value:
+        """Returns what is the table's."""
         return getattr(self.table, name)
 
     def __repr__(self) -> str:
@@ -214,9 +221,9 @@ class TablePart:
         """Returns the rows."""
         return tf.convert_to_tensor(self.value, dtype, name=name)
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self) -> np.ndarray[_Value, _Value]:
         """Returns the rows."""
-        rows: np.ndarray[Any, Any] = self.value.numpy()
+        rows: np.ndarray[_Value, _Value] = self.value.numpy()
         return rows
 
     def assign(self, value: _Value) -> None:
@@ -224,9 +231,9 @@ class TablePart:
         self.value.assign(value)
 
 
-def units_of(variables: Iterable[KerasVariable]) -> list[Any]:
+def units_of(variables: Iterable[KerasVariable]) -> list[_Value]:
     """Returns the variables as a step trains them: the parts of a table in its place."""
-    units: list[Any] = []
+    units: list[_Value] = []
     for variable in variables:
         value = tf_variable(variable)
         if isinstance(value, RowParts):
@@ -241,7 +248,7 @@ def whole_of(variable: KerasVariable) -> KerasVariable:
     return variable.table if isinstance(variable, TablePart) else variable
 
 
-def copies_of(strategy: tf.distribute.Strategy, variable: KerasVariable) -> tuple[Any, ...]:
+def copies_of(strategy: tf.distribute.Strategy, variable: KerasVariable) -> tuple[_Value, ...]:
     """Returns the variables of TensorFlow that a variable has in this process: copies, or parts."""
     value = tf_variable(variable)
     if isinstance(value, RowParts):

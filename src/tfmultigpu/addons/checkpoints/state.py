@@ -31,8 +31,8 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.row_parts import RowParts, copies_of
+from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import KerasMetric, KerasModel, KerasOptimizer, KerasVariable, ShardUpdate

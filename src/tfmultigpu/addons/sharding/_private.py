@@ -102,8 +102,9 @@ def _variable_class() -> Any:
 
         def take_identity(self, identity: str) -> str:
             """Takes another identity, if one is given, and returns its own."""
-            self._unique_id = identity or self._unique_id
-            return self._unique_id  # type: ignore[no-any-return]
+            own: str = identity or vars(self)["_unique_id"]
+            self._unique_id = own
+            return own
 
         def _read_variable_op(self, no_copy: bool = False) -> Any:
             graph, operations = getattr(_around, "reads", None) or (None, [])

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
@@ -22,6 +21,7 @@ from tfmultigpu._patch import patching
 
 _Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
 _Make: TypeAlias = Callable[[], _Value]
+_Original: TypeAlias = Callable[..., _Value]  # What a wrapper calls.
 
 # By function of ``tf.random``: its operation.
 _DRAWS = {
@@ -45,15 +45,15 @@ def made_in_parts(make: _Make, shape: Sequence[int], rows: Sequence[int]) -> Ite
     for number, count in enumerate(rows):
         left = iter(seeds)
 
-        def draw_seed(original: Callable[..., _Value], *args: _Value, **options: _Value) -> _Value:
+        def draw_seed(original: _Original, *args: _Value, **options: _Value) -> _Value:
             if number:  # noqa: B023  # It is called in this turn.
                 return next(left)  # noqa: B023
             seeds.append(original(*args, **options))
             return seeds[-1]
 
-        with patching(keras.random.SeedGenerator, "next", draw_seed):
-            with _making_rows(tuple(shape), first, count):
-                value = make()
+        drawing = patching(keras.random.SeedGenerator, "next", draw_seed)
+        with drawing, _making_rows(tuple(shape), first, count):
+            value = make()
         if value.shape[0] != count:
             value = value[first : first + count]
         yield value
@@ -66,7 +66,7 @@ def makes_rows_alone(initializer: Callable[..., _Value], dtype: tf.DType = tf.fl
         return False  # It may do something when it is called.
     make = functools.partial(initializer, _TRIED, dtype=dtype.name)
 
-    def same(_: Callable[..., _Value], *__: _Value, **___: _Value) -> tf.Tensor:
+    def same(_: _Original, *__: _Value, **___: _Value) -> tf.Tensor:
         return tf.constant([3, 4], tf.int64)  # What is tried advances no seed.
 
     with patching(keras.random.SeedGenerator, "next", same), tf.device("CPU:0"):
@@ -84,11 +84,11 @@ def _making_rows(shape: tuple[int, ...], first: int, count: int) -> Iterator[Non
     size = math.prod(shape[1:])
     of_rows = (count, *shape[1:])
 
-    def fill(original: Callable[..., _Value], asked: _Value, *args: _Value, **more: _Value) -> _Value:
+    def fill(original: _Original, asked: _Value, *args: _Value, **more: _Value) -> _Value:
         is_whole = not tf.is_tensor(asked) and tuple(asked) == shape
         return original(of_rows if is_whole else asked, *args, **more)
 
-    def draw(name: str, original: Callable[..., _Value], *args: _Value, **options: _Value) -> _Value:
+    def draw(name: str, original: _Original, *args: _Value, **options: _Value) -> _Value:
         asked = options.get("shape")
         if args or asked is None or tf.is_tensor(asked) or tuple(asked) != shape:
             return original(*args, **options)
@@ -100,7 +100,7 @@ def _making_rows(shape: tuple[int, ...], first: int, count: int) -> Iterator[Non
         return numbers * options["stddev"] + options["mean"]
 
     with ExitStack() as patches:
-        for name in ("zeros", "ones"):
+        for name in ("zeros", "ones", "fill"):
             patches.enter_context(patching(tf, name, fill))
         for name in _DRAWS:
             patches.enter_context(patching(tf.random, name, functools.partial(draw, name)))
@@ -124,4 +124,5 @@ def _numbers(name: str, seed: _Value, dtype: tf.DType, first: int, count: int) -
         alg=tf.raw_ops.StatelessRandomGetAlg(),
         dtype=dtype,
     )
-    return numbers[extra:]
+    drawn: tf.Tensor = numbers[extra:]
+    return drawn

@@ -51,13 +51,13 @@ class Weight:
     @property
     def size(self) -> int:
         """The bytes of the weight."""
-        return math.prod(self.shape) * self.dtype.size
+        return int(math.prod(self.shape) * self.dtype.size)
 
     def make(self) -> tf.Tensor:
         """Returns the first value of all of it."""
         return tf.convert_to_tensor(self.initializer(self.shape, dtype=self.dtype.name), self.dtype)
 
-    def make_parts(self, rows: Sequence[int]) -> Iterator[tf.Tensor]:
+    def make_parts(self, rows: Sequence[int]) -> Iterator[_Value]:
         """Yields the first value of some rows after others."""
         if makes_rows_alone(self.initializer, self.dtype):
             yield from made_in_parts(self.make, self.shape, rows)
@@ -77,13 +77,11 @@ class _Telling:
     def __init__(self, initializer: Callable[..., _Value], is_table: bool) -> None:
         self._initializer, self._is_table = initializer, is_table
 
-    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+    def __call__(self, shape: _Value, dtype: _Value = None) -> _Value:
         asked = _asking.get()
         if asked is None:
             return self._initializer(shape, dtype=dtype)
-        asked.append(
-            Weight(self._initializer, tuple(shape), tf.as_dtype(dtype), self._is_table)
-        )
+        asked.append(Weight(self._initializer, tuple(shape), tf.as_dtype(dtype), self._is_table))
         return tf.zeros([0])
 
 
@@ -92,7 +90,7 @@ def telling_weights() -> Iterator[None]:
     """Has the large weights that layers create here tell what they are."""
 
     def add_weight(
-        original: Callable[..., KerasVariable], layer: KerasLayer, *args: Any, **options: Any
+        original: Callable[..., KerasVariable], layer: KerasLayer, *args: _Value, **options: _Value
     ) -> KerasVariable:
         initializer = keras.initializers.get(options.get("initializer"))
         is_large = math.prod(options.get("shape") or ()) >= LARGE
@@ -110,7 +108,7 @@ def telling_weights() -> Iterator[None]:
         yield
 
 
-def _is_table(layer: KerasLayer, options: dict[str, Any]) -> bool:
+def _is_table(layer: KerasLayer, options: dict[str, _Value]) -> bool:
     """Returns whether a weight is a table of which a layer does nothing but look up rows."""
     embedding = keras.layers.Embedding
     if not isinstance(layer, embedding) or type(layer).call is not embedding.call:
@@ -120,9 +118,7 @@ def _is_table(layer: KerasLayer, options: dict[str, Any]) -> bool:
     return _adds_rows(options.get("regularizer"))
 
 
-def _assign(
-    variable: KerasVariable, original: Callable[[_Value], _Value], value: _Value
-) -> _Value:
+def _assign(variable: KerasVariable, original: Callable[[_Value], _Value], value: _Value) -> _Value:
     """Assigns to a table; an array, also one in a file, part by part."""
     table = tf_variable(variable)
     is_array = not tf.is_tensor(value) and tuple(np.shape(value)) == tuple(variable.shape)
@@ -206,9 +202,9 @@ def create_parts(
         with tf.init_scope(), tf.device(device):
             value = tf.convert_to_tensor(next(values))
         parts.append(make_variable(device, value, name, trainable=trainable))
-    rows = [part.shape[0] for part in parts]
+    rows = [int(part.shape[0] or 0) for part in parts]
 
-    def create_like(_: Any, **options: Any) -> RowParts:
+    def create_like(_: _Value, **options: _Value) -> RowParts:
         initial = options["initial_value"]
         make = functools.partial(_converted, initial, options["dtype"])
         shape = [sum(rows), *parts[0].shape[1:]]
@@ -218,5 +214,5 @@ def create_parts(
     return RowParts(parts, name, _private.share_identity(parts), create_like)
 
 
-def _converted(initial: Callable[[], _Value], dtype: Any) -> tf.Tensor:
+def _converted(initial: Callable[[], _Value], dtype: _Value) -> tf.Tensor:
     return tf.convert_to_tensor(initial(), dtype)

@@ -13,8 +13,8 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.row_parts import copies_of
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import KerasVariable, Shard
 

@@ -62,7 +62,18 @@ class Lookups(Feature):
                 return ids.with_flat_values(read(ids.flat_values))
             return read(tf.convert_to_tensor(ids))
 
-        with patching(tf, "gather", look_up), patching(tf.nn, "embedding_lookup", look_up):
+        def shape(original: _Value, table: _Value, *args: _Value, **options: _Value) -> _Value:
+            if id(table) not in tables:
+                return original(table, *args, **options)
+            # TensorFlow would take the value first, and the shape of that.
+            dtype = options.get("out_type", args[0] if args else tf.int32)
+            return tf.constant(table.shape.as_list(), dtype)
+
+        with (
+            patching(tf, "gather", look_up),
+            patching(tf.nn, "embedding_lookup", look_up),
+            patching(tf, "shape", shape),
+        ):
             yield
 
     def _reads(self, variable: KerasVariable) -> bool:
