@@ -43,8 +43,8 @@ TABLES = (
     ),
     broken(
         "a replica updates the slots of another",
-        "_RowsOf((beside or found)[0], whole, ids)",
-        "_RowsOf(found[0], whole, ids)",
+        "copy = (beside or found)[0]",
+        "copy = found[0]",
         ADAGRAD,
     ),
     broken(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_positive
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
 from tfmultigpu.types import KerasVariable
 
@@ -45,9 +46,14 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
     """
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
-    dense = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
-    norm = global_norm([each for each in dense if each is not None])
-    return clipped(dense, limit, norm), norm
+    reduced: list[Gradient] = []
+    for gradient in gradients:
+        if gradient is None or getattr(gradient, REDUCED, False):
+            reduced.append(gradient)  # A list has each row once.
+        else:
+            reduced.append(tf.convert_to_tensor(gradient))
+    norm = global_norm([gradient for gradient in reduced if gradient is not None])
+    return clipped(reduced, limit, norm), norm
 
 
 def clipped(gradients: Sequence[Any], limit: float, norm: Any) -> list[Any]:

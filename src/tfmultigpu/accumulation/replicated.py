@@ -31,7 +31,7 @@ from tfmultigpu.accumulation.table_rows import (
 )
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
-    replicas_share_memory,
+    adds_lists,
     sum_on_devices,
     sum_over_replicas,
     sum_over_workers,
@@ -88,12 +88,9 @@ class Replicated:
 
     def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
-        if not self._adds_lists():
+        if not adds_lists(self.strategy):
             addends = [_without_lists(one, variables) for one in addends]
         return sum_over_replicas(self.strategy, addends)
-
-    def _adds_lists(self) -> bool:
-        return self.strategy.num_replicas_in_sync == 1 or replicas_share_memory(self.strategy)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
         """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
