@@ -25,9 +25,9 @@ DIVIDED = (
         WHOLE,
     ),
     broken(
-        "the gradients of two parts are given to each other",
-        "of_table.parts[variable.number] = gradient",
-        "of_table.parts[variable.number - 1] = gradient",
+        "the first part of a table is not updated",
+        "            function(part, *of_part, **kwargs)\n",
+        "            number and function(part, *of_part, **kwargs)\n",
         ROWS,
     ),
     broken(

@@ -55,7 +55,7 @@ TABLES = (
     ),
     broken(
         "ragged ids are looked up as dense ones",
-        "return ids.with_flat_values(read(ids.flat_values))",
+        "return ids.with_flat_values(tf.cast(read(ids.flat_values), table.dtype))",
         "return read(ids.to_tensor())",
         RAGGED,
     ),

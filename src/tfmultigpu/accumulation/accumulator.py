@@ -268,7 +268,7 @@ def _same(value: tf.Tensor) -> tf.Tensor:
 
 
 def _local_sum(
-    shape: Sequence[int],
+    shape: Sequence[int | None],
     dtype: tf.DType,
     aggregation: tf.VariableAggregation = tf.VariableAggregation.SUM,
     of_rows: Sequence[int | None] | None = None,

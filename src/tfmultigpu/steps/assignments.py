@@ -85,13 +85,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         value = self._values.get(id(variable))
         return tf.convert_to_tensor(variable.value if value is None else value)
 
-    def own_variable(self, variable: KerasVariable) -> Any:
-        """Returns the variable of TensorFlow that code here reads; None if it reads a value."""
-        if id(variable) in self._values:
-            return None
-        with self._left():
-            own = variable.value
-        return own if isinstance(own, tf.Variable) else None  # Else Keras has cast it.
+    def has_value(self, variable: KerasVariable) -> bool:
+        """Returns whether code here reads a value that was assigned, and not the variable."""
+        return id(variable) in self._values
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Keeps an assignment."""

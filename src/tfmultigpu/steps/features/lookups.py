@@ -46,7 +46,10 @@ class Lookups(Feature):
     @contextmanager
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has lookups on this replica read rows."""
-        tables = {id(variable) for variable in self._step.model.variables if self._reads(variable)}
+        tables: dict[int, _Value] = {}
+        for variable in self._step.model.variables:
+            if self._reads(variable):
+                tables[id(variable)] = tf_variable(variable)  # Keras casts it in a layer.
         if not tables:
             yield
             return
@@ -54,13 +57,13 @@ class Lookups(Feature):
         def look_up(original: _Value, *args: _Value, **options: _Value) -> _Value:
             read = None
             if len(args) == 2 and id(args[0]) in tables and options in ({}, {"axis": 0}):
-                read = _reader(args[0])
+                read = _reader(args[0], tables[id(args[0])])
             if read is None:
                 return original(*args, **options)
-            ids = args[1]
+            table, ids = args
             if isinstance(ids, tf.RaggedTensor):
-                return ids.with_flat_values(read(ids.flat_values))
-            return read(tf.convert_to_tensor(ids))
+                return ids.with_flat_values(tf.cast(read(ids.flat_values), table.dtype))
+            return tf.cast(read(tf.convert_to_tensor(ids)), table.dtype)
 
         def shape(original: _Value, table: _Value, *args: _Value, **options: _Value) -> _Value:
             if id(table) not in tables:
@@ -87,11 +90,10 @@ class Lookups(Feature):
         return _written.get(id(value)) is value or is_sharded(variable)
 
 
-def _reader(table: KerasVariable) -> Callable[[_Value], tf.Tensor] | None:
+def _reader(table: KerasVariable, value: _Value) -> Callable[[_Value], tf.Tensor] | None:
     """Returns what reads rows of a table on this replica; None if it has another value here."""
     scope = deferred_here()
-    value = None if scope is None else scope.own_variable(table)
-    if value is None:
+    if scope is None or scope.has_value(table):
         return None
     if isinstance(value, RowParts):
         return value.sparse_read
