@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from law.processes import pool
+from one_device import unused_strategy
 from problems import network
 
 import tfmultigpu as tmg
@@ -34,6 +36,52 @@ def sharded(build: Any = dense, **options: Any) -> Any:
 
 
 # Sharded variables --------------------------------------------------------------------------------
+
+
+def table_in_parts(optimizer: Any = keras.optimizers.Adagrad) -> Any:
+    """Returns a model whose table is larger than each of two devices."""
+    memory = {"CPU:0": 2e6, "CPU:1": 2e6}
+    with unused_strategy(2).scope(), tmg.sharded_variables(memory=memory):
+        table = keras.layers.Embedding(8192, 32, name="items")
+        layers = [keras.Input((1,), dtype="int32"), table, keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Dense(2)])
+        model.compile(optimizer(), "mse")
+        return model
+
+
+IDS = np.ones((8, 1), "int32")
+
+
+@example("The rows of a table are on several devices, and this optimizer needs")
+def an_optimizer_that_needs_the_whole_table(told: Told) -> None:
+    with told():
+        tmg.fit(table_in_parts(keras.optimizers.Lamb), IDS, Y, batch_size=8, verbose=0)
+    for optimizer in (keras.optimizers.Adagrad, keras.optimizers.Adam):
+        tmg.fit(table_in_parts(optimizer), IDS, Y, batch_size=8, verbose=0)
+
+
+@example("The rows of this table are on several devices, so it is not one variable")
+def a_tape_over_a_table_in_parts(told: Told) -> None:
+    model = table_in_parts()
+    with told(), tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(IDS))
+        tape.gradient(loss, model.trainable_variables)
+    strategy = model.trainable_variables[0].value.distribute_strategy
+    loss = keras.losses.MeanSquaredError()
+    tmg.make_train_step(model, model.optimizer, loss, strategy, verify=False)((IDS, Y))
+
+
+@example("TensorFlow writes no SavedModel of a table whose rows")
+def a_saved_model_of_a_table_in_parts(told: Told) -> None:
+    model = table_in_parts()
+    with tempfile.TemporaryDirectory() as folder:
+        with told():
+            model.export(f"{folder}/saved", verbose=False)
+        model.save_weights(f"{folder}/model.weights.h5")
+        layers = [keras.layers.Embedding(8192, 32), keras.layers.Flatten(), keras.layers.Dense(2)]
+        alone = keras.Sequential([keras.Input((1,), dtype="int32"), *layers])
+        alone.load_weights(f"{folder}/model.weights.h5")
+        alone.export(f"{folder}/saved", verbose=False)
 
 
 @example("Layers are placed by hand on one replica")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from block_mutations import BLOCKS
+from divided_mutations import DIVIDED
 from files_mutations import FILES
 from first_step_mutations import FIRST_STEP
 from float16_mutations import FLOAT16
@@ -24,6 +25,6 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
-    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *FIRST_STEP),
+    *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *DIVIDED, *FIRST_STEP),
     *OPERATIONS,
 )

@@ -43,8 +43,8 @@ TABLES = (
     ),
     broken(
         "a replica updates the slots of another",
-        "_RowsOf((beside or found)[0], whole, ids)",
-        "_RowsOf(found[0], whole, ids)",
+        "copy = (beside or found)[0]",
+        "copy = found[0]",
         ADAGRAD,
     ),
     broken(
@@ -55,7 +55,7 @@ TABLES = (
     ),
     broken(
         "ragged ids are looked up as dense ones",
-        "return ids.with_flat_values(read(ids.flat_values))",
+        "return ids.with_flat_values(tf.cast(read(ids.flat_values), table.dtype))",
         "return read(ids.to_tensor())",
         RAGGED,
     ),

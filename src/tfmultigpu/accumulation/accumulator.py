@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.losses import LossSum, division_of, is_fixed
+from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.strategies.collectives import REDUCED, sum_over_replicas
+from tfmultigpu.strategies.collectives import REDUCED, adds_lists, sum_over_replicas
+from tfmultigpu.strategies.row_lists import (
+    Gradient,
+    as_tensor,
+    is_list,
+    joined,
+    row_list,
+    unique,
+    values_of,
+    with_values,
+)
 from tfmultigpu.strategies.scopes import check_scope, current_strategy, refuse_legacy_keras
 from tfmultigpu.strategies.topology import describe, tf_variable
 from tfmultigpu.types import KerasVariable, Scalar
+
+_Sum: TypeAlias = Any  # A variable of TensorFlow with a value on each replica.
 
 
 class GradientAccumulator:
@@ -52,7 +65,7 @@ class GradientAccumulator:
         self._strategy = current_strategy(None, "GradientAccumulator", self)
         check_scope(self.variables, self._strategy, "model")
         refuse_float8(self.variables)
-        self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
+        self._sums = [_sum_of(variable) for variable in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
         # The sum of the weights, and how many were added of which each is 1 in total.
         self._weights = _local_sum([2], tf.float64 if wide else tf.float32)
@@ -109,8 +122,7 @@ class GradientAccumulator:
 
         for total, gradient in zip(self._sums, gradients, strict=True):
             if gradient is not None:
-                wide = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
-                total.assign_add(wide if division is None else division.undo(wide))
+                total.add(gradient, _same if division is None else division.undo)
 
         number = weight.weight if isinstance(weight, LossSum) else weight
         number = tf.cast(number, self._weights.dtype)
@@ -124,7 +136,9 @@ class GradientAccumulator:
         Returns:
             Gradients already divided by the weight (0 if that is 0), in the variables' dtypes, but
             float32 for float16, which may not hold them before ``unscale``; and the weight of the
-            window, a scalar of at least float32.
+            window, a scalar of at least float32. The gradient of a large table to which lists were
+            added alone is the list of its unique rows, a ``tf.IndexedSlices``, if replicas share
+            memory.
 
         Raises:
             TfMultiGpuError: It is called inside ``strategy.run``, or was created under another
@@ -133,23 +147,27 @@ class GradientAccumulator:
         if self._context() is not None:
             check_reduced("reduce")
         local = self._strategy.experimental_local_results
-        copies = map(local, [*self._sums, self._weights])
-        parts = [[copy.read_value() for copy in each] for each in zip(*copies, strict=True)]
+        # One list of sums for each replica, and at its end the weights.
+        parts: list[list[Gradient]] = [[] for _ in local(self._weights)]
+        for state in [*self._sums, _Dense(self._weights)]:
+            for part, read in zip(parts, state.read(self._strategy), strict=True):
+                part.append(read)
         totals = sum_over_replicas(self._strategy, parts)
-        with tf.control_dependencies([tensor for part in parts for tensor in part]):
-            for variable in [*self._sums, self._weights, self._count]:
-                for copy in local(variable):
-                    with tf.device(copy.device):
-                        copy.assign(tf.zeros(copy.shape, copy.dtype))
+        with tf.control_dependencies(tf.nest.flatten(parts, expand_composites=True)):
+            for state in [*self._sums, _Dense(self._weights), _Dense(self._count)]:
+                state.reset(self._strategy)
         *sums, weights = totals[0]
         weight, fixed = tf.unstack(weights, num=2)
         weight = tf.where(fixed > 0, tf.ones_like(weight), weight)
         gradients = []
         for total, variable in zip(sums, self.variables, strict=True):
             with tf.device(total.device):
-                mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+                rows = unique(total) if is_list(total) else total
+                values = values_of(rows)
+                mean = tf.math.divide_no_nan(values, tf.cast(weight, values.dtype))
                 is_float16 = tf.as_dtype(variable.dtype) == tf.float16
-                gradients.append(mean if is_float16 else tf.cast(mean, variable.dtype))
+                mean = mean if is_float16 else tf.cast(mean, variable.dtype)
+                gradients.append(with_values(rows, mean, variable.shape))
                 setattr(gradients[-1], REDUCED, True)
         return gradients, weight
 
@@ -181,6 +199,89 @@ def _check_entered(variables: Sequence[KerasVariable]) -> None:
         )
 
 
-def _local_sum(shape: Any, dtype: Any, aggregation: Any = tf.VariableAggregation.SUM) -> Any:
-    on_read = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": aggregation}
-    return tf.Variable(tf.zeros(shape, dtype), trainable=False, **on_read)
+class _Dense:
+    """The sum of the gradients of a variable, of its size on each replica."""
+
+    def __init__(self, total: _Sum) -> None:
+        self.total, self.dtype = total, total.dtype
+
+    def add(self, gradient: Gradient, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        """Adds a gradient on this replica."""
+        self.total.assign_add(scale(tf.cast(tf.convert_to_tensor(gradient), self.dtype)))
+
+    def read(self, strategy: tf.distribute.Strategy) -> list[Gradient]:
+        """Returns the sums of the replicas of this process."""
+        return [copy.read_value() for copy in strategy.experimental_local_results(self.total)]
+
+    def reset(self, strategy: tf.distribute.Strategy) -> None:
+        """Sets all sums to zero."""
+        for copy in strategy.experimental_local_results(self.total):
+            with tf.device(copy.device):
+                copy.assign(tf.zeros(copy.shape, copy.dtype))
+
+
+class _OfTable:
+    """The sum of the gradients of a large table: the rows that any of them has, each once.
+
+    It never has more rows than the table.
+    """
+
+    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
+        self._shape, self.dtype = shape, dtype
+        self._ids = _local_sum([0], tf.int64, of_rows=[None])
+        self._values = _local_sum([0, *shape[1:]], dtype, of_rows=[None, *shape[1:]])
+
+    def add(self, gradient: Gradient, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        """Adds a gradient on this replica; one that is no list has all rows."""
+        if not is_list(gradient):
+            every = tf.range(self._shape[0] or 0, dtype=tf.int64)
+            gradient = tf.IndexedSlices(tf.convert_to_tensor(gradient), every)
+        new = row_list(gradient, self._shape, self.dtype)
+        new = with_values(new, scale(new.values))
+        before = tf.IndexedSlices(self._values.read_value(), self._ids.read_value())
+        rows = unique(joined([before, new]))
+        self._ids.assign(rows.indices)
+        self._values.assign(rows.values)
+
+    def read(self, strategy: tf.distribute.Strategy) -> list[Gradient]:
+        """Returns the sums of the replicas of this process: lists, if these can be added."""
+        local = strategy.experimental_local_results
+        sums: list[Gradient] = []
+        for ids, values in zip(local(self._ids), local(self._values), strict=True):
+            rows = tf.IndexedSlices(values.read_value(), ids.read_value())
+            sums.append(rows if adds_lists(strategy) else as_tensor(rows, self._shape))
+        return sums
+
+    def reset(self, strategy: tf.distribute.Strategy) -> None:
+        """Forgets all rows."""
+        for variable in (self._ids, self._values):
+            for copy in strategy.experimental_local_results(variable):
+                with tf.device(copy.device):
+                    copy.assign(tf.zeros([0, *copy.shape[1:]], copy.dtype))
+
+
+def _sum_of(variable: KerasVariable) -> _Dense | _OfTable:
+    dtype, shape = sum_dtype(variable.dtype), tf.TensorShape(variable.shape)
+    if is_table(variable):
+        return _OfTable(shape, dtype)
+    return _Dense(_local_sum(shape.as_list(), dtype))
+
+
+def _same(value: tf.Tensor) -> tf.Tensor:
+    return value
+
+
+def _local_sum(
+    shape: Sequence[int | None],
+    dtype: tf.DType,
+    aggregation: tf.VariableAggregation = tf.VariableAggregation.SUM,
+    of_rows: Sequence[int | None] | None = None,
+) -> _Sum:
+    """Returns a variable of each replica, of zeros; ``of_rows`` if the shape may change."""
+    return tf.Variable(
+        tf.zeros(shape, dtype),
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=aggregation,
+        shape=of_rows,
+    )

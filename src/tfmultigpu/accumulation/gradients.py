@@ -13,6 +13,7 @@ from tfmultigpu.arguments import check_positive
 from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
+from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
 from tfmultigpu.types import Dtype, KerasVariable, Scalar
 
@@ -51,9 +52,14 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
     """
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
-    dense = map_present(tf.convert_to_tensor, gradients)
-    norm = global_norm(present(dense))
-    return clipped(dense, limit, norm), norm
+    reduced: list[Gradient] = []
+    for gradient in gradients:
+        if gradient is None or getattr(gradient, REDUCED, False):
+            reduced.append(gradient)  # A list has each row once.
+        else:
+            reduced.append(tf.convert_to_tensor(gradient))
+    norm = global_norm(present(reduced))
+    return clipped(reduced, limit, norm), norm
 
 
 def clipped(gradients: Sequence[Gradient], limit: float, norm: Scalar) -> list[Gradient]:

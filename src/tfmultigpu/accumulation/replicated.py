@@ -7,6 +7,7 @@ replica. ``Owned`` updates the copy of one replica, and copies the new value to 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -15,27 +16,35 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.accumulation.table_rows import takes_rows, updating_rows
+from tfmultigpu.accumulation.table_rows import (
+    check_updates_parts,
+    is_table,
+    takes_rows,
+    updating_rows,
+)
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import pick
 from tfmultigpu.strategies.collectives import (
-    replicas_share_memory,
+    adds_lists,
     sum_on_devices,
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of, with_values
+from tfmultigpu.strategies.row_parts import RowParts, copies_of, units_of, whole_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
 from tfmultigpu.types import Context, KerasOptimizer, KerasVariable, Scalar
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
+_CLIPS = ["clipnorm", "global_clipnorm", "clipvalue"]
 
 
 class Replicated:
@@ -52,7 +61,7 @@ class Replicated:
         self.strategy, self.reason = strategy, reason  # The reason is for a person.
         self.state: frozenset[int] = frozenset()  # The ``id`` of each variable that exists once.
         # In an update: by the ``id`` of a copy of a table, which rows change.
-        self._ids: dict[int, tf.Tensor] = {}
+        self._ids: dict[int, tf.Tensor | None] = {}
 
     @property
     def optimizer(self) -> Any:
@@ -62,17 +71,28 @@ class Replicated:
     def build(self, variables: Sequence[KerasVariable]) -> None:
         """Creates the state of the optimizer before anything is traced."""
         if not self.optimizer.built:
-            with self.strategy.scope():
+            with self.strategy.scope(), _filling_at_once():
                 self.optimizer.build(list(variables))
+
+    def part_copies(self, variables: Sequence[KerasVariable]) -> None:
+        """Gives each copy of a table, whose rows are updated alone, memory of its own.
+
+        TensorFlow makes all copies of one first value, in one memory if they share it. At the first
+        write each would be copied, all at one time, while the first value is still there.
+        """
+        for variable in variables:
+            copies = self._local(tf_variable(variable))
+            if len(copies) == 1 or not is_table(variable) or not self.takes_rows(variable):
+                continue
+            for copy in copies[1:]:
+                with tf.device(copy.device):
+                    copy.assign(tf.raw_ops.DeepCopy(x=copy.read_value()))
 
     def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
-        if not self._adds_lists():
+        if not adds_lists(self.strategy):
             addends = [_without_lists(one, variables) for one in addends]
         return sum_over_replicas(self.strategy, addends)
-
-    def _adds_lists(self) -> bool:
-        return self.strategy.num_replicas_in_sync == 1 or replicas_share_memory(self.strategy)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
         """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
@@ -107,6 +127,7 @@ class Replicated:
     ) -> None:
         """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
         parts = [part for gradient in gradients for part in self._local(gradient)]
+        gradients, variables = whole_tables(gradients, variables)
         before = [*after, *tf.nest.flatten(parts, expand_composites=True)]
 
         def apply() -> None:
@@ -132,26 +153,40 @@ class Replicated:
     ) -> None:
         hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
+        gradients = self._clip_parts(optimizer, gradients)
+        if any(isinstance(gradient, OfParts) for gradient in gradients):
+            hidden += _CLIPS
         self._ids = ids = self._take_ids(gradients, variables)
         if any(len(self._local(gradient)) > 1 for gradient in gradients):
             if _compat.is_part_of_keras(apply):  # It cannot clip per-replica values.
                 clip = functools.partial(_compat.clip_as_set, optimizer)
                 gradients = list(self.strategy.run(clip, args=(gradients,)))
-                hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
+                hidden += _CLIPS
             else:  # Code of a user takes tensors.
                 gradients = [self._local(gradient)[0] for gradient in gradients]
         with (
             setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()),
-            updating_rows(optimizer, ids, self._local),
+            updating_rows(optimizer, ids, self._copies),
         ):
             apply(optimizer, gradients, variables)
 
     def _take_ids(
         self, gradients: list[Gradient], variables: Sequence[KerasVariable]
-    ) -> dict[int, tf.Tensor]:
-        """Puts the values of lists in their place; returns their ids by the ``id`` of a copy."""
-        ids: dict[int, tf.Tensor] = {}
+    ) -> dict[int, tf.Tensor | None]:
+        """Puts the values of lists in their place; returns their ids by the ``id`` of a copy.
+
+        Of a part of a table whose gradient is a tensor there are no ids, but None.
+        """
+        ids: dict[int, tf.Tensor | None] = {}
         for number, variable in enumerate(variables):
+            if isinstance(gradients[number], OfParts):
+                parts: list[Gradient] = []
+                pairs = zip(gradients[number].parts, self._copies(variable), strict=True)
+                for part, copy in pairs:
+                    ids[id(copy)] = part.indices if is_list(part) else None
+                    parts.append(part if part is None else values_of(part))
+                gradients[number] = OfParts(parts)
+                continue
             lists = self._local(gradients[number])
             if not is_list(lists[0]):
                 continue
@@ -162,6 +197,29 @@ class Replicated:
             several = len(lists) > 1
             gradients[number] = per_replica(self.strategy, values) if several else values[0]
         return ids
+
+    def _clip_parts(self, optimizer: KerasOptimizer, gradients: list[Gradient]) -> list[Gradient]:
+        """Returns gradients clipped as Keras would, where some are of tables in parts."""
+        if not any(isinstance(gradient, OfParts) for gradient in gradients):
+            return gradients  # Keras does it.
+        if optimizer.clipnorm is not None:
+            # Each variable has a norm of its own, and a table is one.
+            return [_clipped_alone(gradient, optimizer.clipnorm) for gradient in gradients]
+        flat: list[Gradient] = []
+        for gradient in gradients:
+            is_table = isinstance(gradient, OfParts)
+            flat += gradient.present() if is_table else [values_of(gradient)]
+        values = iter(_compat.clip_as_set(optimizer, flat))
+        clipped: list[Gradient] = []
+        for gradient in gradients:
+            if isinstance(gradient, OfParts):
+                clipped.append(gradient.with_present(values))
+            else:
+                clipped.append(with_values(gradient, next(values)))
+        return clipped
+
+    def _copies(self, variable: KerasVariable) -> Sequence[tf.Variable]:
+        return copies_of(self.strategy, variable)
 
     def _local(self, value: Any) -> tuple[Any, ...]:
         return tuple(self.strategy.experimental_local_results(value))
@@ -180,21 +238,27 @@ class Owned(Replicated):
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
         variables = _compat.optimizer_trains(optimizer) or list(variables)
-        owners = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
+        units = units_of(variables)
+        if len(units) > len(variables):
+            outside_scopes(functools.partial(check_updates_parts, optimizer, units))
+        owners = {i: owner_of(v, self.devices) for i, v in enumerate(units) if is_sharded(v)}
         if not optimizer.built:  # Else others have their state on all replicas.
-            sizes = [math.prod(variable.shape) for variable in variables]
+            sizes = [math.prod(unit.shape) for unit in units]
             owners = dict(enumerate(assign_owners(sizes, len(self.devices), owners)))
         # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
-        self._owners = {id(tf_variable(variables[i])): owner for i, owner in owners.items()}
+        self._owners = {id(tf_variable(units[i])): owner for i, owner in owners.items()}
         if optimizer.built:
             return
 
         def with_owner(_: Any, variable: KerasVariable) -> AbstractContextManager[Any]:
+            if isinstance(variable, RowParts):
+                return tf.variable_creator_scope(variable.create_like)  # type: ignore[no-any-return]
             owner = self._owners.get(id(variable))
             return nullcontext() if owner is None else tf.device(self.devices[owner])
 
         def build() -> None:  # A variable is created once outside the scope.
-            with patching(self.strategy.extended, "colocate_vars_with", with_owner):
+            owning = patching(self.strategy.extended, "colocate_vars_with", with_owner)
+            with owning, _filling_at_once():
                 optimizer.build(list(variables))
 
         before = {id(variable) for variable in optimizer.variables}
@@ -230,6 +294,9 @@ class Owned(Replicated):
             kwargs: Any = None,
             group: bool = True,
         ) -> Any:
+            if isinstance(variable, RowParts):
+                _update_parts(variable, function, args, kwargs or {})
+                return None
             copies = self._local(variable)
             if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
                 with tf.device(variable.device):
@@ -264,6 +331,71 @@ class Owned(Replicated):
         return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
 
 
+@dataclasses.dataclass
+class OfParts:
+    """The gradient of a table in parts.
+
+    Attributes:
+        parts: In their order the gradient of each: a tensor, a list of rows, or None.
+    """
+
+    parts: list[Gradient]
+
+    def present(self) -> list[tf.Tensor]:
+        """Returns the numbers of those that are not None."""
+        return [values_of(part) for part in self.parts if part is not None]
+
+    def with_present(self, values: Iterator[tf.Tensor]) -> OfParts:
+        """Returns the same with other numbers."""
+        parts: list[Gradient] = []
+        for part in self.parts:
+            parts.append(part if part is None else with_values(part, next(values)))
+        return OfParts(parts)
+
+
+def whole_tables(
+    gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
+) -> tuple[list[Gradient], list[KerasVariable]]:
+    """Returns gradients with their variables, and a table in place of its parts, as in Keras."""
+    wholes: dict[int, KerasVariable] = {}
+    found: dict[int, Gradient] = {}
+    for gradient, variable in zip(gradients, variables, strict=True):
+        whole = whole_of(variable)
+        wholes[id(whole)] = whole
+        if whole is variable:
+            found[id(whole)] = gradient
+            continue
+        of_table = found.setdefault(id(whole), OfParts([None] * len(whole.value.parts)))
+        of_table.parts[variable.number] = gradient
+    return list(found.values()), list(wholes.values())
+
+
+def _clipped_alone(gradient: Gradient, limit: float) -> Gradient:
+    """Returns the gradient of one variable, which may be of parts, of at most a norm."""
+    if not isinstance(gradient, OfParts):
+        return with_values(gradient, tf.clip_by_norm(values_of(gradient), limit))
+    values, _ = tf.clip_by_global_norm(gradient.present(), limit)
+    return gradient.with_present(iter(values))
+
+
+def _update_parts(
+    table: RowParts, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Runs a function of Keras on each part of a table, on its device, with what it has there."""
+    for number, part in enumerate(table.parts):
+        of_part: list[Gradient] = []
+        for value in args:
+            inner = tf_variable(value)
+            if isinstance(value, OfParts):
+                of_part.append(value.parts[number])
+            else:
+                of_part.append(inner.parts[number] if isinstance(inner, RowParts) else value)
+        if args and of_part[0] is None:
+            continue
+        with tf.device(part.device):
+            function(part, *of_part, **kwargs)
+
+
 def _without_lists(
     addends: Sequence[Gradient], variables: Sequence[KerasVariable]
 ) -> list[Gradient]:
@@ -273,6 +405,28 @@ def _without_lists(
         with tf.device(dense[number].device):
             dense[number] = as_tensor(dense[number], variable.shape)
     return dense
+
+
+@contextmanager
+def _filling_at_once() -> Iterator[None]:
+    """Has Keras' ``Constant``, by which slots begin, fill memory instead of multiplying ones.
+
+    A product needs room for two tables, and a slot has the size of one.
+    """
+    import keras
+
+    def fill(
+        original: Callable[..., tf.Tensor],
+        initializer: Gradient,
+        shape: Sequence[int],
+        dtype: str | None = None,
+    ) -> Gradient:
+        if dtype is None or isinstance(initializer.value, (Sequence, np.ndarray)):
+            return original(initializer, shape, dtype=dtype)
+        return tf.fill(shape, tf.cast(initializer.value, dtype))
+
+    with patching(keras.initializers.Constant, "__call__", fill):
+        yield
 
 
 def _refuse_replicas(*_: Any, **__: Any) -> None:

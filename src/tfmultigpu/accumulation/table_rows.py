@@ -23,6 +23,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.row_parts import whole_of
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable
 
@@ -46,14 +48,14 @@ def takes_rows(optimizer: KerasOptimizer, variable: KerasVariable) -> bool:
     inner = unwrap_optimizer(optimizer)
     for part in parts_of(inner):
         trained = {id(each) for each in _compat.optimizer_trains(part)}
-        if part is inner or id(variable) in trained:
+        if part is inner or id(whole_of(variable)) in trained:
             return leaves_other_rows(part)
     return False
 
 
 # Which optimizers ---------------------------------------------------------------------------------
 
-_known: dict[tuple[type, str], bool] = {}
+_known: dict[tuple[type, str, str], bool] = {}
 
 
 def leaves_other_rows(optimizer: KerasOptimizer) -> bool:
@@ -63,17 +65,56 @@ def leaves_other_rows(optimizer: KerasOptimizer) -> bool:
     both must agree to the last bit. Only optimizers of Keras are asked: what a few steps show of
     code of a user may not be true of later ones. Call it outside of every strategy.
     """
-    own_methods = {"update_step", "assign", "assign_add", "assign_sub"} & vars(optimizer).keys()
-    if own_methods or not _compat.is_part_of_keras(type(optimizer)):
+    if _own_methods(optimizer) or not _compat.is_part_of_keras(type(optimizer)):
         return False
     # These change all rows in each step, whatever the gradient.
     if optimizer.weight_decay is not None or optimizer.use_ema:
         return False
-    config = {**optimizer.get_config(), "learning_rate": 0.1, "name": "trial"}
-    key = type(optimizer), repr(sorted(config.items()))
+    return _agrees(optimizer, optimizer.get_config(), _by_rows, np.array_equal)
+
+
+def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> None:
+    """Checks that an optimizer updates tables in parts as it would update the whole of them.
+
+    A copy of the optimizer updates a small table, another copy two parts of it, and both must
+    agree, but for the last bit, which depends on how many numbers are computed at once. Call it
+    outside of every strategy.
+    """
+    parts = [variable for variable in variables if whole_of(variable) is not variable]
+    for each in parts_of(optimizer):
+        # Clipping is of the whole of it, and done before.
+        config = {**each.get_config(), "clipnorm": None, "global_clipnorm": None, "clipvalue": None}
+        if not _own_methods(each) and _agrees(each, config, _in_parts, _nearly):
+            continue
+        raise TfMultiGpuError(
+            "The rows of a table are on several devices, and this optimizer needs the whole of it "
+            "to update a row.",
+            f"{type(each).__name__} for {parts[0].table.path!r}",
+            "Write keras.optimizers.Adagrad(0.1) or keras.optimizers.Adam(), or create the model "
+            "on devices that have room for the table.",
+        )
+
+
+def _nearly(one: _Value, other: _Value) -> bool:
+    return bool(np.allclose(one, other, rtol=1e-6, atol=1e-7))
+
+
+def _own_methods(optimizer: KerasOptimizer) -> set[str]:
+    return {"update_step", "assign", "assign_add", "assign_sub"} & vars(optimizer).keys()
+
+
+def _agrees(
+    optimizer: KerasOptimizer,
+    config: dict[str, _Value],
+    train: Callable[[KerasOptimizer], list[_Value]],
+    same: Callable[[_Value, _Value], bool],
+) -> bool:
+    """Returns whether copies of an optimizer agree that train a small table in two ways."""
+    config = {**config, "learning_rate": 0.1, "name": "trial"}
+    key = type(optimizer), repr(sorted(config.items())), train.__name__
     if key not in _known:
         with tf.init_scope():
-            _known[key] = _trial(type(optimizer), config)
+            _known[key] = _trial(type(optimizer), config, train, same)
     return _known[key]
 
 
@@ -81,15 +122,51 @@ _START = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
 _LISTS = ((0, 1), (1, 3), (0,), (3, 1))  # Row 2 never has a gradient, and others not always.
 
 
-def _trial(kind: _Value, config: dict[str, _Value]) -> bool:
-    """Returns whether two copies of an optimizer agree, one of which updates rows alone."""
+def _trial(
+    kind: _Value,
+    config: dict[str, _Value],
+    train: Callable[[KerasOptimizer], list[_Value]],
+    same: Callable[[_Value, _Value], bool],
+) -> bool:
+    """Returns whether two copies of an optimizer agree, one of which updates the whole."""
     whole = _train(kind.from_config(config), by_rows=False)
     for values in whole:
         if values.ndim and values.shape != _START.shape:  # What it keeps is not of rows.
             return False
-    by_rows = _train(kind.from_config(config), by_rows=True)
-    pairs = zip(whole, by_rows, strict=True)
-    return all(np.array_equal(one, other) for one, other in pairs)
+    pairs = zip(whole, train(kind.from_config(config)), strict=False)
+    return all(same(one, other) for one, other in pairs)
+
+
+def _by_rows(optimizer: KerasOptimizer) -> list[_Value]:
+    return _train(optimizer, by_rows=True)
+
+
+def _in_parts(optimizer: KerasOptimizer) -> list[_Value]:
+    """Returns what some steps make of the two halves of a small table, put together again.
+
+    What the optimizer keeps is left out: if it were another, the table would be as well.
+    """
+    import keras
+
+    halves = [keras.Variable(half, name="table") for half in np.split(_START, 2)]
+    optimizer.build(halves)
+    for number in range(len(_LISTS)):
+        optimizer.apply(np.split(_gradient(number), 2), halves)
+    return [np.concatenate([half.numpy() for half in halves])]
+
+
+def _gradient(number: int) -> _Value:
+    """Returns the dense gradient of a step of a trial."""
+    gradient = np.zeros_like(_START)
+    gradient[list(_LISTS[number])] = _values(number)
+    return gradient
+
+
+def _values(number: int) -> _Value:
+    """Returns the rows of the gradient of a step of a trial."""
+    ids = _LISTS[number]
+    values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
+    return values * np.float32((-1.0) ** number)
 
 
 def _train(optimizer: KerasOptimizer, *, by_rows: bool) -> list[_Value]:
@@ -99,16 +176,12 @@ def _train(optimizer: KerasOptimizer, *, by_rows: bool) -> list[_Value]:
     table = keras.Variable(_START, name="table")
     optimizer.build([table])
     for number, ids in enumerate(_LISTS):
-        values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
-        values *= (-1.0) ** number
         if by_rows:
             rows = {id(table.value): tf.constant(ids, tf.int64)}
             with updating_rows(optimizer, rows, lambda variable: [variable]):
-                optimizer.apply([tf.constant(values)], [table])
+                optimizer.apply([tf.constant(_values(number))], [table])
         else:
-            gradient = np.zeros_like(_START)
-            gradient[list(ids)] = values
-            optimizer.apply([tf.constant(gradient)], [table])
+            optimizer.apply([tf.constant(_gradient(number))], [table])
     return [each.numpy() for each in (table, *optimizer.variables)]
 
 
@@ -117,7 +190,7 @@ def _train(optimizer: KerasOptimizer, *, by_rows: bool) -> list[_Value]:
 
 @contextmanager
 def updating_rows(
-    optimizer: KerasOptimizer, ids: Mapping[int, tf.Tensor], copies: _Copies
+    optimizer: KerasOptimizer, ids: Mapping[int, tf.Tensor | None], copies: _Copies
 ) -> Iterator[None]:
     """Has ``optimizer.apply`` update the listed rows of some variables.
 
@@ -126,7 +199,8 @@ def updating_rows(
 
     Args:
         optimizer: A stock optimizer.
-        ids: By the ``id`` of a copy of a variable, which rows its gradient lists, each once.
+        ids: By the ``id`` of a copy of a variable, which rows its gradient lists, each once. None
+            for a part of a table whose gradient has all rows of the part.
         copies: Returns the copies of a variable in this process.
     """
     if not ids:
@@ -137,12 +211,12 @@ def updating_rows(
     wholes = {id(copy): whole for whole in trained for copy in copies(whole)}
 
     def update(gradient: _Value, variable: _Value, learning_rate: _Value) -> None:
-        rows = ids.get(id(variable))
-        if rows is None:
+        if id(variable) not in ids:
             update_step(gradient, variable, learning_rate)
             return
-        with _finding_rows(optimizer, variable, rows, copies):
-            view = _RowsOf(variable, wholes[id(variable)], rows)
+        whole, rows = wholes[id(variable)], ids[id(variable)]
+        with _finding_rows(optimizer, variable, whole, rows, copies):
+            view = variable if rows is None else _RowsOf(variable, whole, rows)
             update_step(gradient, view, learning_rate)
 
     with setting(optimizer, update_step=update):
@@ -151,12 +225,16 @@ def updating_rows(
 
 @contextmanager
 def _finding_rows(
-    optimizer: KerasOptimizer, variable: _Value, ids: tf.Tensor, copies: _Copies
+    optimizer: KerasOptimizer,
+    variable: _Value,
+    table: _Value,
+    ids: tf.Tensor | None,
+    copies: _Copies,
 ) -> Iterator[None]:
-    """Has Keras find, in place of the slots of a table, their listed rows."""
+    """Has Keras find, in place of the slots of a table, their listed rows, or a part of them."""
     import keras
 
-    slots = {id(each) for each in optimizer.variables if each.shape == variable.shape}
+    slots = {id(each) for each in optimizer.variables if each.shape == table.shape}
 
     def value(original: Callable[[_Value], _Value], slot: KerasVariable) -> _Value:
         whole = original(slot)
@@ -165,7 +243,8 @@ def _finding_rows(
         # The copy beside the variable, or the only one.
         found = copies(whole)
         beside = [copy for copy in found if copy.device == variable.device]
-        return _RowsOf((beside or found)[0], whole, ids)
+        copy = (beside or found)[0]
+        return copy if ids is None else _RowsOf(copy, whole, ids)
 
     with patching(keras.Variable, "value", value):
         yield

@@ -13,10 +13,11 @@ from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Owned, Replicated
+from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.row_lists import Gradient
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, row_list, unique
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
@@ -65,6 +66,7 @@ def _choose(
         update = kind(optimizer, strategy, reason)
         with tf.init_scope():
             update.build(variables)
+            update.part_copies(variables)
         _chosen[inner] = update
     for part in parts_of(inner):  # A MultiOptimizer has them when it is built.
         if steps := getattr(part, "gradient_accumulation_steps", None):
@@ -144,8 +146,10 @@ def apply_reduced_gradients(
         strategy = strategy or _compat.strategy_of_optimizer(optimizer)
         update = choose_update(optimizer, variables, strategy)
 
+    taken = [_as_taken(update, *pair) for pair in pairs]
+
     def apply() -> tf.Tensor:
-        update.apply(*map(list, zip(*pairs, strict=True)))
+        update.apply(taken, [variable for _, variable in pairs])
         return tf.constant(True)
 
     with lock_of(unwrap_optimizer(optimizer)):
@@ -153,6 +157,16 @@ def apply_reduced_gradients(
             apply()
         else:
             tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
+
+
+def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -> Gradient:
+    """Returns a gradient as an update takes it: a list with each row once, or a tensor."""
+    if not is_list(gradient):
+        return gradient
+    rows = unique(row_list(gradient, variable.shape, gradient.dtype))
+    if is_table(variable) and update.takes_rows(variable):
+        return rows
+    return as_tensor(rows, variable.shape)
 
 
 def _decide(

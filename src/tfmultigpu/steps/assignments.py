@@ -93,15 +93,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         """Returns what variables would be assigned, or their own values, computed here."""
         return tuple(map(tf.identity, map(self.current, variables)))
 
-    def own_variable(self, variable: KerasVariable) -> tf.Variable | None:
-        """Returns the variable of TensorFlow that code here reads; None if it reads a value."""
-        if id(variable) in self._values:
-            return None
-        with self._left():
-            own = variable.value
-        if not isinstance(own, tf.Variable):  # Keras has cast it.
-            return None
-        return own
+    def has_value(self, variable: KerasVariable) -> bool:
+        """Returns whether code here reads a value that was assigned, and not the variable."""
+        return id(variable) in self._values
 
     def add_update(self, update: tuple[Tensor, Tensor]) -> None:
         """Keeps an assignment."""

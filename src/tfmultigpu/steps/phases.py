@@ -39,6 +39,7 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import as_tensor, is_list, joined, row_list, unique
+from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
 
@@ -351,7 +352,8 @@ def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
     """Gives each variable the gradient of its penalty, and returns all penalties together."""
     total: Scalar = tf.zeros([])
     known = {id(each.variable): each for each in trained}
-    others = [v for v in step.forward.model.trainable_variables if id(v) not in known]
+    trainable = units_of(step.forward.model.trainable_variables)
+    others = [variable for variable in trainable if id(variable) not in known]
     for variable in (*(each.variable for each in trained), *others):
         each = known.get(id(variable), _Trained(variable))
         with step.update.at(variable):

@@ -29,6 +29,7 @@ from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls
+from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import (
     BatchSpec,
@@ -104,8 +105,8 @@ class TrainStep(ModelStep, Looped):
 
     @property
     def variables(self) -> list[KerasVariable]:
-        """The variables that it trains; frozen ones are left out."""
-        return self.forward.trained
+        """The variables that it trains; frozen ones are left out, a divided table is its parts."""
+        return units_of(self.forward.trained)
 
     @property
     def train_steps(self) -> tuple[TrainStep, ...]:
@@ -170,7 +171,7 @@ class TrainStep(ModelStep, Looped):
             check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
             self._unchecked = None
         self.update = choose_update(
-            self.optimizer, self.variables, self.strategy, self._shard_update
+            self.optimizer, self.forward.trained, self.strategy, self._shard_update
         )
         self._layers = all_layers(self.model)
 

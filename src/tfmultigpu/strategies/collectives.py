@@ -50,6 +50,11 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 
+def adds_lists(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether replicas add lists of rows as they are; all others add tensors."""
+    return strategy.num_replicas_in_sync == 1 or replicas_share_memory(strategy)
+
+
 def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
     """Returns the lock of the calls of a strategy that adds by collectives; none for any other.
 

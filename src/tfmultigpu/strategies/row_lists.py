@@ -62,6 +62,12 @@ def values_of(gradient: Gradient) -> tf.Tensor:
     return gradient.values if is_list(gradient) else gradient
 
 
-def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
-    """Returns a gradient with other numbers in place of ``values_of`` it."""
-    return tf.IndexedSlices(values, gradient.indices) if is_list(gradient) else values
+def with_values(gradient: Gradient, values: tf.Tensor, shape: Shape = None) -> Gradient:
+    """Returns a gradient with other numbers in place of ``values_of`` it.
+
+    With the shape of the table, a list can be made a tensor by ``tf.convert_to_tensor``.
+    """
+    if not is_list(gradient):
+        return values
+    whole = gradient.dense_shape if shape is None else tf.constant(list(shape), tf.int64)
+    return tf.IndexedSlices(values, gradient.indices, whole)

@@ -31,6 +31,7 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.strategies.row_parts import RowParts, copies_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
@@ -185,7 +186,7 @@ class RunVariables:
             return
         handles: set[int] = set()
         for variable in (*self.all().values(), *map(tf_variable, others)):
-            copies = self.exchange.strategy.experimental_local_results(variable)
+            copies = copies_of(self.exchange.strategy, variable)
             handles.update(id(copy.handle) for copy in copies)
         check_holds_states(new, self._tables(), handles)
         self._checked += new
@@ -319,7 +320,8 @@ def write_state(variables: Variables, arrays: Arrays, exchange: WorkerExchange) 
         local = exchange.strategy.experimental_local_results(variables[name])
         values = _for_replicas(variables[name], arrays[name], exchange.workers * len(local))
         for copy, value in zip(local, values[exchange.worker * len(local) :], strict=False):
-            copy.assign(tf.constant(value))
+            # A table in parts never is whole on a device.
+            copy.assign(value if isinstance(copy, RowParts) else tf.constant(value))
 
 
 def _for_replicas(variable: tf.Variable, copies: Array, replicas: int) -> Sequence[Array] | Array:

@@ -24,6 +24,7 @@ from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.strategies.process_state import process_state
+from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds, check_scope, refuse_one_device
 from tfmultigpu.strategies.topology import (
     describe,
@@ -235,7 +236,8 @@ def _check_reads(steps: Sequence[Scalar], strategy: tf.distribute.Strategy) -> I
     for step in steps:
         touched.update({id(variable): variable for variable in step.runner.touched.variables})
         for changed in step.changed_variables():  # What owners update is on one device each.
-            touched.pop(id(tf_variable(changed)), None)
+            for unit in units_of([changed]):
+                touched.pop(id(tf_variable(unit)), None)
     for key, variable in list(touched.items()):
         if strategy.extended.variable_created_in_scope(variable):
             del touched[key]

@@ -39,8 +39,7 @@ def variable_on_device(
         variable: KerasVariable = _variable_class()(
             initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
         )
-    variable.check_write = check_write
-    variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
+    variable.begin(strategy, check_write)
     return variable
 
 
@@ -94,6 +93,19 @@ def _variable_class() -> Any:
 
         check_write: Any = None  # There is none while it is initialized.
 
+        def begin(
+            self, strategy: tf.distribute.Strategy, check_write: Callable[[Any, str], None]
+        ) -> None:
+            """Has writes checked from now on."""
+            self.check_write = check_write
+            self.distribute_strategy = strategy  # As all other variables with a strategy have it.
+
+        def take_identity(self, identity: str) -> str:
+            """Takes another identity, if one is given, and returns its own."""
+            own: str = identity or vars(self)["_unique_id"]
+            self._unique_id = own
+            return own
+
         def _read_variable_op(self, no_copy: bool = False) -> Any:
             graph, operations = getattr(_around, "reads", None) or (None, [])
             loop = None if graph is None or tf.executing_eagerly() else _outermost_loop(graph)
@@ -141,3 +153,15 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
     device stays until the backward pass has used it.
     """
     operation._update_input(index, tensor)
+
+
+def share_identity(variables: Sequence[Any]) -> str:
+    """Gives variables the identity of the first, by which Keras finds what an optimizer keeps.
+
+    Private: ``variable._unique_id``, which Keras asks of a variable of TensorFlow. Without it Keras
+    knows no part of a table, and says so when it updates one.
+    """
+    identity = ""
+    for variable in variables:
+        identity = variable.take_identity(identity)
+    return identity

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import lock_of, wrap_for_good
-from tfmultigpu.addons.sharding import _private
+from tfmultigpu.addons.sharding import _private, tables
 from tfmultigpu.addons.sharding.reads import ShardedReads
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
@@ -23,6 +23,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.collectives import value_of_first_worker
+from tfmultigpu.strategies.row_parts import RowParts
 from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import KerasVariable
@@ -86,8 +87,8 @@ class _Loads:
         least = tuple(float(one) for one in memory.min(axis=0))
         return _Limits(limits.at_least, None if math.inf in least else least)
 
-    def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
-        """Counts a variable, if the device holds it."""
+    def check(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
+        """Checks that a device holds one variable more."""
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
@@ -96,7 +97,8 @@ class _Loads:
             name = _private.path_of(name)
             if size > max(memory):  # More devices, or other variables elsewhere, do not help.
                 raise DataError(
-                    "One variable is larger than every device, and a variable is not divided.",
+                    "One variable is larger than every device, and only the table of a "
+                    "keras.layers.Embedding is divided.",
                     f"{name!r} of {size:,} bytes; {table}",
                     "Make it of several layers, each with a part of the units or classes, and "
                     "join their outputs: keras.ops.concatenate(parts, axis=-1). Or halve it: "
@@ -107,6 +109,9 @@ class _Loads:
                 f"{name!r} of {size:,} bytes, after {table}",
                 "Take more devices, or `del` other models, which count too.",
             )
+
+    def add(self, device: int, size: int) -> None:
+        """Counts a variable."""
         self.alive[device] += size
         if self.bytes is not self.alive:
             self.bytes[device] += size
@@ -202,7 +207,14 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         # The size is known once there is a value, which is made where there is most room.
         room = np.subtract(limits.memory or 0, loads.bytes)
         with tf.init_scope(), tf.device(loads.devices[room.argmax()]):
-            value = initial() if callable(initial) else initial
+            value = tables.made(initial) if callable(initial) else initial
+            if isinstance(value, tables.Weight):
+                if (parts := divide(value, options["name"])) is not None:
+                    return parts
+                if value.size >= limits.at_least:  # Before it is made, which may not be possible.
+                    number = next_device(loads.bytes, limits.memory, value.size)
+                    loads.check(number, options["name"], value.size, limits.memory)
+                value = value.make()
             value = tf.convert_to_tensor(value, options["dtype"])
         size = value.shape.num_elements() * value.dtype.size
         if size < limits.at_least:
@@ -214,11 +226,36 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             device = loads.devices[number]
             with tf.init_scope(), tf.device(device):
                 value = tf.identity(value)
-            loads.add(number, name, size, limits.memory)
+            loads.check(number, name, size, limits.memory)
+            loads.add(number, size)
         value = value_of_first_worker(strategy, value, device)
         variable = _on_device(strategy, device, value, name, trainable=trainable)
         weakref.finalize(variable, loads.forget, number, size)
         return variable
+
+    def divide(table: tables.Weight, name: str) -> RowParts | None:
+        if table.size < limits.at_least:
+            return None
+        with loads.lock:
+            rows = tables.rows_of_devices(table, loads.bytes, limits.memory)
+            if rows is None:
+                return None
+            _check_alike(strategy, name, table)
+            places = [number for number, count in enumerate(rows) if count]
+            row = table.size // table.shape[0]
+            for number in places:
+                loads.check(number, name, rows[number] * row, limits.memory)
+            for number in places:
+                loads.add(number, rows[number] * row)
+        counts = [rows[number] for number in places]
+        devices = [loads.devices[number] for number in places]
+        values = _of_first_worker(strategy, table.make_parts(counts), devices)
+        divided = tables.create_parts(
+            functools.partial(_on_device, strategy), devices, values, name, trainable=True
+        )
+        for number, part in zip(places, divided.parts, strict=True):
+            weakref.finalize(part, loads.forget, number, rows[number] * row)
+        return divided
 
     for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
         gc.collect()
@@ -226,13 +263,24 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
     entered = loads.given.entered
     entered.append(limits)
     try:
-        with strategy.scope(), tf.variable_creator_scope(create):
+        with strategy.scope(), tf.variable_creator_scope(create), tables.telling_weights():
             yield
     finally:
         entered.pop()
 
 
-def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:
+def _of_first_worker(
+    strategy: tf.distribute.Strategy, values: Iterator[Any], devices: Sequence[str]
+) -> Iterator[tf.Tensor]:
+    """Yields the values that the first worker has, each of which is made on the next device."""
+    for device in devices:
+        value = tf.convert_to_tensor(next(values))
+        yield value_of_first_worker(strategy, value, device)
+
+
+def _check_alike(
+    strategy: tf.distribute.Strategy, name: str, value: tf.Tensor | tables.Weight
+) -> None:
     """Checks that all workers create this variable now, and do nothing else meanwhile."""
     exchange = WorkerExchange(strategy)
     with tf.init_scope():
@@ -257,6 +305,8 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
     def colocate_vars_with(colocate: Any, variable: KerasVariable) -> Any:
         if not is_sharded(variable):
             return colocate(variable)
+        if isinstance(variable, RowParts):
+            return tf.variable_creator_scope(variable.create_like)
 
         def beside(_: Any, **options: Any) -> Any:
             with tf.init_scope(), tf.device(variable.device):

@@ -13,8 +13,8 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.strategies.row_parts import copies_of
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import KerasVariable, Shard
 
@@ -85,7 +85,7 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
     # Each copy by itself: replicas may have statistics of their own.
     copies: list[tf.Variable] = []
     for variable in _changed_by(step):
-        copies += strategy.experimental_local_results(tf_variable(variable))
+        copies += copies_of(strategy, variable)
     before = [copy.numpy() for copy in copies]
     try:
         times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)

@@ -20,7 +20,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Trace
-from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.row_parts import copies_of, units_of
 from tfmultigpu.types import (
     Array,
     ConcreteFunction,
@@ -70,7 +70,7 @@ class OneDevice:
         if _update_is_known(step):
             # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
             # does to a weight may not, as Adam where a gradient is nothing but rounding.
-            kept = [variable for variable in step.optimizer.variables if len(variable.shape)]
+            kept = [each for each in units_of(step.optimizer.variables) if len(each.shape)]
             self.updated = [*kept, *step.variables]
             self.smooth = len(kept) or len(self.updated)
 
@@ -113,21 +113,22 @@ class OneDevice:
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
         assigned = set(map(id, self._touched.assigned))
-        local = self.strategy.experimental_local_results
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
         for metric in (*self.step.metrics, *keras.layers.Layer.metrics.fget(model)):
             known += metric.variables
         for variable in known:
-            for copy in local(tf_variable(variable)):
+            for copy in copies_of(self.strategy, variable):
                 assigned.discard(id(copy.handle))
         return [each for each in self._touched.variables if id(each.handle) in assigned]
 
     def moved(self, batch: Shard, compiled: ConcreteFunction, rounding: float) -> list[Numbers]:
         """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
-        local = self.strategy.experimental_local_results
-        states = {id(copy.handle) for state in self.states for copy in local(state.value)}
+        states: set[int] = set()
+        for state in self.states:
+            for copy in copies_of(self.strategy, state):
+                states.add(id(copy.handle))
 
         def move(seed: int, number: int, handle: Tensor, value: Tensor) -> Tensor:
             if id(handle) in states or not value.dtype.is_floating:

@@ -18,6 +18,7 @@ from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.steps.assignments import deferred_here
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Rows
+from tfmultigpu.strategies.row_parts import RowParts, whole_of
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
@@ -45,7 +46,10 @@ class Lookups(Feature):
     @contextmanager
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has lookups on this replica read rows."""
-        tables = {id(variable) for variable in self._step.model.variables if self._reads(variable)}
+        tables: dict[int, _Value] = {}
+        for variable in self._step.model.variables:
+            if self._reads(variable):
+                tables[id(variable)] = tf_variable(variable)  # Keras casts it in a layer.
         if not tables:
             yield
             return
@@ -53,15 +57,26 @@ class Lookups(Feature):
         def look_up(original: _Value, *args: _Value, **options: _Value) -> _Value:
             read = None
             if len(args) == 2 and id(args[0]) in tables and options in ({}, {"axis": 0}):
-                read = _reader(args[0])
+                read = _reader(args[0], tables[id(args[0])])
             if read is None:
                 return original(*args, **options)
-            ids = args[1]
+            table, ids = args
             if isinstance(ids, tf.RaggedTensor):
-                return ids.with_flat_values(read(ids.flat_values))
-            return read(tf.convert_to_tensor(ids))
+                return ids.with_flat_values(tf.cast(read(ids.flat_values), table.dtype))
+            return tf.cast(read(tf.convert_to_tensor(ids)), table.dtype)
 
-        with patching(tf, "gather", look_up), patching(tf.nn, "embedding_lookup", look_up):
+        def shape(original: _Value, table: _Value, *args: _Value, **options: _Value) -> _Value:
+            if id(table) not in tables:
+                return original(table, *args, **options)
+            # TensorFlow would take the value first, and the shape of that.
+            dtype = options.get("out_type", args[0] if args else tf.int32)
+            return tf.constant(table.shape.as_list(), dtype)
+
+        with (
+            patching(tf, "gather", look_up),
+            patching(tf.nn, "embedding_lookup", look_up),
+            patching(tf, "shape", shape),
+        ):
             yield
 
     def _reads(self, variable: KerasVariable) -> bool:
@@ -69,18 +84,19 @@ class Lookups(Feature):
         if not is_table(variable):
             return False
         value = tf_variable(variable)
-        trained = [id(each) for each in getattr(self._step, "variables", ())]
+        trained = [id(whole_of(each)) for each in getattr(self._step, "variables", ())]
         if id(variable) in trained and self._step.update.takes_rows(variable):
             _written[id(value)] = value
         return _written.get(id(value)) is value or is_sharded(variable)
 
 
-def _reader(table: KerasVariable) -> Callable[[_Value], tf.Tensor] | None:
+def _reader(table: KerasVariable, value: _Value) -> Callable[[_Value], tf.Tensor] | None:
     """Returns what reads rows of a table on this replica; None if it has another value here."""
     scope = deferred_here()
-    value = None if scope is None else scope.own_variable(table)
-    if value is None:
+    if scope is None or scope.has_value(table):
         return None
+    if isinstance(value, RowParts):
+        return value.sparse_read
     strategy = getattr(value, "distribute_strategy", None) or tf.distribute.get_strategy()
     copies = strategy.experimental_local_results(value)
     if len(copies) == 1 or strategy is not tf.distribute.get_strategy():
