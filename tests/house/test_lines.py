@@ -16,23 +16,23 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 25_110,
+    "src together": 26_900,
     "src/*": 1_540,
-    "src/accumulation": 1_790,
+    "src/accumulation": 2_350,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
     "src/addons/diagnostics": 1_160,
     "src/addons/loops": 3_220,
-    "src/addons/sharding": 990,
+    "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
     "src/addons/verification": 1_280,
     "src/addons/workers": 1_650,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 6_150,
-    "src/strategies": 1_780,
-    "tests together": 35_500,
+    "src/steps": 6_600,
+    "src/strategies": 2_120,
+    "tests together": 37_000,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
@@ -42,7 +42,7 @@ DENSITY = {
     "conditional expressions per 1,000 lines": 12.5,
     "the word Any": 400,
     "objects made without their constructor": 1,
-    "attributes set from outside their object": 24,
+    "attributes set from outside their object": 18,
     "fmt: skip": 4,
 }
 

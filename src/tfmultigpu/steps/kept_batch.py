@@ -37,8 +37,6 @@ class KeptBatch:
             return tuple([tf.identity(result) for result in results])
 
     def take(self) -> Any:
-        """Returns the element of a step that has failed; None if there is none."""
-        if not int(self._queue.size()):
-            return None
+        """Returns the element of a step that has failed."""
         tensors = tf.nest.flatten(self._queue.dequeue())
         return packed(self._structure, tensors)

@@ -299,7 +299,7 @@ def _divide_here(
 
     # Features see the gradient of the global batch, and decide about the update.
     updated = [each for each in trained if each.gradient is not None]
-    trace.updated = tuple(each.variable for each in updated)
+    trace.note_updated([each.variable for each in updated])
     tensors = tuple(each.gradient for each in updated)
     norm = global_norm(tensors)
     gradient = Gradient(tensors, norm, None, trace.updated)

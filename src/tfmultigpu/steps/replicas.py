@@ -61,7 +61,7 @@ def traced_once(
         if result is not None:
             trace.note_known()
             return [result]
-    trace.why_each = trace.why_each or why_each(step.strategy, step.features, step.model)
+    trace.note_why_each(why_each(step.strategy, step.features, step.model))
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)
         try:
@@ -69,7 +69,7 @@ def traced_once(
         except Exception:
             if not once.why_each:
                 raise
-            trace.why_each = once.why_each
+            trace.note_why_each(once.why_each)
     return on_replicas(step.strategy, replica, shards, trace)
 
 

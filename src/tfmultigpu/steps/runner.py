@@ -76,7 +76,7 @@ class Computation(Protocol):
         """Returns a call with what watches it; ``call`` itself if nothing does."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Loop:
     """A compiled loop over batches.
 
@@ -85,14 +85,15 @@ class _Loop:
         split: What cuts an element of it.
         run: The function.
         most: The most steps of one call.
-        kept: The batch that it computes, if one trace serves all replicas, whose error may be lost.
+        kept: The batch that it computes, if one trace serves all replicas, whose error may be
+            lost; nothing otherwise.
     """
 
     kind: Any
     split: Split
-    run: Any = None
-    most: float = math.inf
-    kept: KeptBatch | None = None
+    run: Any
+    most: float
+    kept: list[KeptBatch]
 
 
 class Runner:
@@ -267,8 +268,7 @@ class Runner:
             if not self.trace.functions:
                 raise
             self._trace_for_each()
-            element = None if loop.kept is None else loop.kept.take()
-            if element is not None:
+            for element in [kept.take() for kept in loop.kept]:
                 self._run(_batch_of(element, loop.split))  # Which raises what was lost.
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
@@ -322,30 +322,31 @@ class Runner:
         for known in self._loops:  # Specs of dicts compare but do not hash.
             if known.kind == kind:
                 return known
-        loop = _Loop(kind, split)
+        kept: list[KeptBatch] = []
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        compiled = self._compile(loop, logs_last=kind[1])
-        loop.run = compiled.get_concrete_function(kind[-1], count, *vectors)
+        compiled = self._compile(split, kept, logs_last=kind[1])
+        run = compiled.get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
+        most = math.inf
         if len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync:
-            functions = loop.run.graph.as_graph_def().library.function
+            functions = run.graph.as_graph_def().library.function
             if any(GATHERED in node.name for body in functions for node in body.node_def):
-                loop.most = 1
-        self._loops.append(loop)
-        return loop
+                most = 1
+        self._loops.append(_Loop(kind, split, run, most, kept))
+        return self._loops[-1]
 
-    def _compile(self, loop: _Loop, *, logs_last: bool) -> Any:
+    def _compile(self, split: Split, keeps: list[KeptBatch], *, logs_last: bool) -> Any:
         def trace(shards: Shards) -> tuple[Tensor, ...]:
             return self._trace(shards, logs_last=logs_last)[1]
 
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
             kept = KeptBatch(element)
-            added = on_shards(trace, self.strategy, *loop.split(kept.element))
+            added = on_shards(trace, self.strategy, *split(kept.element))
             vectors = _vectors(add(self._tallies(vectors), self._tallies(added)))
             if self.trace.functions and replicas_share_memory(self.strategy):
-                loop.kept = kept
+                keeps.append(kept)
                 return kept.until(vectors)
             return vectors
 

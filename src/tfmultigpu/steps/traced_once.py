@@ -142,7 +142,8 @@ class TracedOnce:
             self._refuse("it asks for the number of its replica")
 
         def count(original: Any, asked: Any) -> Any:
-            trace.counts_replicas |= not _asked_by_us()
+            if not _asked_by_us():
+                trace.note_counting()
             return original(asked)
 
         with (

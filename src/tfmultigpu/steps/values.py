@@ -204,6 +204,22 @@ class Trace:
     known: Trace | None = None
     logs_last: bool = True
 
+    def note_why_each(self, why: str) -> None:
+        """Notes why the function of a replica is traced for each; the first reason stays."""
+        self.why_each = self.why_each or why
+
+    def note_counting(self) -> None:
+        """Notes that something asks how many replicas there are."""
+        self.counts_replicas = True
+
+    def note_state(self, variables: Sequence[KerasVariable]) -> None:
+        """Notes the variables that are assigned, before a replica has been traced."""
+        self.state = list(variables)
+
+    def note_updated(self, variables: Sequence[KerasVariable]) -> None:
+        """Notes the trained variables that have a gradient."""
+        self.updated = tuple(variables)
+
     def note_known(self) -> None:
         """Notes what ``known`` has found, whose function was called in place of a trace."""
         known = self.known

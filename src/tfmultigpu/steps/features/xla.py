@@ -37,7 +37,7 @@ class CompileByXla(Feature):
         ) -> Nested:
             if not state and not tf.distribute.has_strategy():
                 # On one device, read beforehand: XLA cannot read the part on another device.
-                trace.state = self._metric_variables()
+                trace.note_state(self._metric_variables())
                 state = tuple(tf.convert_to_tensor(v.value) for v in trace.state)
 
             def run(*args: object) -> Nested:
