@@ -101,7 +101,7 @@ def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
         ((), {}, TypeError, "at least one, all for one strategy. Received: []"),
         ((first, step_of(2)), {}, TypeError, "for 2 strategies"),
         (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
-        (steps, {"names": ("d", "d")}, ValueError, "one name, another one, for each"),
+        (steps, {"names": ("d", "d")}, ValueError, "a name of its own"),
     ):
         with pytest.raises(kind, match=re.escape(text)):
             tmg.chain_steps(*arguments, **options)

@@ -190,7 +190,7 @@ def test_what_is_no_batch(step: Any) -> None:
     (known,) = tmg.distribute_dataset((X, Y), step.strategy, batch_size=16)
     with refused(DataError, r"call step\(next\(iterator\)\)"):  # Its rows are not known there.
         tf.function(lambda shards: step(shards))(known)
-    with refused(ScopeError, r"Call step\(batch\) beside strategy\.run"):
+    with refused(ScopeError, r"Call step\(batch\) outside of strategy\.run"):
         tf.function(lambda: step.strategy.run(lambda: step((X, Y))["loss"]))()
     with strategy_of(3).scope(), refused(ScopeError, "in the scope of Mirrored", "with 3 repl"):
         step((X, Y))

@@ -115,7 +115,7 @@ def test_what_a_forward_may_not_return_and_what_several_models_need() -> None:
             tmg.make_train_step(encoder, optimizer, None, forward=wrong)(BATCHES[0])
     for model, given, options, kind, text in (
         (encoder, "mse", {"forward": forward}, LossError, "Give either a loss"),
-        (encoder, "mse", {"variables": decoder.weights}, ValueError, "Several models are attr"),
+        (encoder, "mse", {"variables": decoder.weights}, ValueError, "Make several models attr"),
         (encoder, "mse", {"variables": []}, ValueError, "no variable"),
         ([encoder, decoder], None, {"forward": forward}, TypeError, "must be a Keras model"),
         (encoder, None, {"forward": "mse"}, LossError, "and forward='mse'"),

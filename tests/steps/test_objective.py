@@ -56,7 +56,13 @@ def test_divisors_and_weights_that_are_trained_or_change_are_refused() -> None:
 
     weighted = tmg.steps.Objective("mse", loss_weights={"a": tf.Variable(1.0), "z": 1.0})
     for build, loss, options, y, text in (
-        (of(lambda: L.Dense(2)), None, {"forward": forward}, Y, "divided by depends on trained"),
+        (
+            of(lambda: L.Dense(2)),
+            None,
+            {"forward": forward},
+            Y,
+            "divides the loss depends on trained",
+        ),
         (two_outputs, weighted, {}, {"a": X[:, :1], "z": X[:, :1]}, "loss_weights are numbers"),
     ):
         with pytest.raises(tmg.errors.TfMultiGpuError, match=text):
