@@ -112,7 +112,7 @@ def test_what_replicas_may_not_call() -> None:
     for part in (optimizer, *optimizer.optimizers):
         with pytest.raises(tmg.TfMultiGpuError, match=r"exists once.*tmg\.apply_reduced_grad"):
             strategy.run(part.apply, args=(gradients, variables))
-    with pytest.raises(tmg.TfMultiGpuError, match=r"in a replica.*after\s+strategy.run"):
+    with pytest.raises(tmg.TfMultiGpuError, match=r"inside strategy\.run.*after\s+strategy.run"):
         strategy.run(apply_reduced_gradients, args=(optimizer, gradients, variables))
 
 

@@ -41,5 +41,5 @@ def test_two_strategies_that_abort_each_other_are_told() -> None:
     with pytest.raises(WorkerRaised) as raised:
         worker.call(two_rings_over_different_devices)
     assert raised.value.kinds[0] == "StrategyUnavailableError", raised.value.text
-    says = "it aborts both, and whatever else adds so, until the process restarts"
+    says = "aborts both, and all others that use them, until the process restarts"
     assert says in raised.value.text

@@ -135,7 +135,7 @@ def test_what_is_no_batch(step: Any, subtests: pytest.Subtests) -> None:
             step(batch)
     with refused(ValueError, r"Of single examples make a batch: dataset\.batch\("):
         step((X[0], Y[:1]))
-    with refused(ScopeError, r"Call step\(batch\) beside strategy\.run"):
+    with refused(ScopeError, r"Call step\(batch\) outside of strategy\.run"):
         tf.function(lambda: step.strategy.run(lambda: step((X, Y))["loss"]))()
     with step.strategy.scope():
         step.run(iter(dataset.take(0)), 1)
