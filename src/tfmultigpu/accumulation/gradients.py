@@ -24,7 +24,7 @@ BY_HAND = (
 _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
 
 
-def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], Any]:
+def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gradient], tf.Tensor]:
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
     Args:
@@ -56,7 +56,7 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
     return clipped(reduced, limit, norm), norm
 
 
-def clipped(gradients: Sequence[Any], limit: float, norm: Any) -> list[Any]:
+def clipped(gradients: Sequence[Gradient], limit: float, norm: tf.Tensor) -> list[Gradient]:
     """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
     scale = tf.clip_by_global_norm([tf.ones_like(norm)], limit, norm)[0][0]
     return [each if each is None else scaled(each, scale) for each in gradients]
