@@ -1,7 +1,8 @@
 """Time and peak memory of a train step whose model is a table of embeddings.
 
 ``python benchmarks/embedding.py`` takes about three minutes on two idle cores. Each contender has a
-process of its own, one after the other; ratios are to Keras on one device.
+process of its own, one after the other; ratios are to Keras on one device. With ``--threshold`` it
+prints from which size on lists of rows are faster than dense gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SIZES = (20_000, 2_000_000)
 CONTENDERS = ("gather and scatter", "Keras", "by hand, N = 2", "tmg, N = 1", "tmg, N = 2")
 OPTIMIZERS = ("SGD", "Adagrad", "Adam")
 STEPS = 20
+NEAR_THRESHOLD = (1_024, 2_048, 4_096, 16_384)  # Rows; the threshold is at 65,536 numbers.
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -117,6 +119,32 @@ def measure(contender: str, optimizer: str, size: int) -> tuple[float, float]:
     return 1000 * statistics.median(times), _peak() - before - owned
 
 
+def times_near_threshold(size: int, turns: int = 150) -> dict[str, float]:
+    """Returns the milliseconds of processor time of a step, by lists and by dense gradients.
+
+    Both are timed in turns in this process, on two replicas, with Adagrad.
+    """
+    import tensorflow as tf
+
+    from tfmultigpu.accumulation import table_rows
+
+    random = np.random.default_rng(0)
+    steps: dict[str, Callable[[Any, Any], Any]] = {}
+    for kind, least in (("lists", 1), ("dense", 2**40)):
+        table_rows.LARGE = least
+        steps[kind], _ = step_of("tmg, N = 2", "Adagrad", size)
+        steps[kind](np.zeros((ROWS, IDS_OF_ROW), "int32"), np.zeros((ROWS, 1), "float32"))
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(turns):
+        x = tf.constant(random.integers(0, size, (ROWS, IDS_OF_ROW)), tf.int32)
+        y = tf.ones((ROWS, 1))
+        for kind, step in steps.items():
+            began = time.process_time()
+            float(step(x, y))
+            times[kind].append(time.process_time() - began)
+    return {kind: 1000 * statistics.median(each) for kind, each in times.items()}
+
+
 def _resident() -> float:
     """Returns the memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20
@@ -141,11 +169,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=OPTIMIZERS, nargs="+", default=list(OPTIMIZERS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--threshold", action="store_true")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.case:
         contender, optimizer, size = asked.case
         print(*measure(contender, optimizer, int(size)))
+        return
+    if asked.threshold:
+        import tfmultigpu as tmg
+
+        tmg.split_device("CPU:0", parts=2)
+        for size in NEAR_THRESHOLD:
+            times = times_near_threshold(size)
+            shown = ", ".join(f"{kind} {number:.2f} ms" for kind, number in times.items())
+            print(f"{size:>9,} x {WIDTH} = {size * WIDTH:>9,} numbers: {shown}", flush=True)
         return
     for optimizer in asked.only:
         for size in asked.sizes:

@@ -89,7 +89,7 @@ class GradientAccumulator:
         count = tf.convert_to_tensor(self._count)
         return count if tf.inside_function() else int(count)
 
-    def add(self, gradients: Sequence[Any], weight: Scalar) -> None:
+    def add(self, gradients: Sequence[Gradient], weight: Scalar) -> None:
         """Adds one micro-batch on this replica, without communication; replica context.
 
         Args:
@@ -130,7 +130,7 @@ class GradientAccumulator:
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def reduce(self) -> tuple[list[Any], tf.Tensor]:
+    def reduce(self) -> tuple[list[Gradient], tf.Tensor]:
         """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
 
         Returns:

@@ -135,7 +135,9 @@ def sharded_variables(
     a variable from its device. A train step adds its gradients there and updates it there, with
     the optimizer state beside it. The results equal a mirrored model's, and those on one device.
 
-    A variable goes to the device with the smallest part of its memory in use. Small variables,
+    A variable goes to the device with the smallest part of its memory in use. The table of a
+    ``keras.layers.Embedding`` is divided by rows over the devices if it takes more than half of
+    what any of them has free, or, where that is unknown, from 64 MiB on. Small variables,
     and those that are not trained, such as moving statistics, stay mirrored; kernels that
     ``layer.quantize`` makes in the same two contexts are sharded too. A model that is built
     later, from its first batch, is sharded by the arguments that were given last. Several workers
