@@ -63,6 +63,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_strided_slice_assign",
         "_symbolic_build",
         "_trainable_variables",
+        "_unique_id",
         "_update_input",
     }
 
@@ -405,13 +406,20 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     assert variable.numpy().tolist() == [0.0, 0.0, 0.0]
 
 
+def test_an_optimizer_finds_what_it_keeps_by_an_identity_that_variables_share():
+    strategy = tmg.create_strategy(devices=2)
+    first, second = variable_alone(strategy, tf.zeros([2])), variable_alone(strategy, tf.zeros([2]))
+    assert first._unique_id != second._unique_id
+    assert _private.share_identity([first, second]) == second._unique_id == first._unique_id
+
+
 def test_operations_of_a_graph_can_be_changed():
     graph = tf.Graph()
     with graph.as_default():
         first, second = tf.constant(1.0), tf.constant(2.0)
         total = first + first
         _private.replace_input(total.op, 1, second)
-        _private.add_control_inputs(total.op, [second.op])
+        _compat.add_control_inputs(total.op, [second.op])
     assert total.op.inputs[1] is second
     assert [one.name for one in total.op.control_inputs] == [second.op.name]
     with tf.compat.v1.Session(graph=graph) as session:

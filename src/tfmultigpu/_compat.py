@@ -185,12 +185,12 @@ def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
-    """Has an operation of a graph wait for others that were made later.
+    """Has an operation of a graph wait for others.
 
-    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` reaches only what is
-    made in it.
+    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` must be known when the
+    operation is made, and Keras reads a weight before it says what it is for.
     """
-    operation._add_control_inputs(others)
+    operation._add_control_inputs(list(others))
 
 
 def clip_as_set(optimizer: KerasOptimizer, gradients: list[Tensor]) -> list[Tensor]:

@@ -101,7 +101,7 @@ def _variable_class() -> Any:
             self.distribute_strategy = strategy  # As all other variables with a strategy have it.
 
         def take_identity(self, identity: str) -> str:
-            """Takes another identity, if one is given, and returns its own."""
+            """Sets another identity, if one is given, and returns its own."""
             own: str = identity or vars(self)["_unique_id"]
             self._unique_id = own
             return own
@@ -133,16 +133,6 @@ def _checked(name: str, write: Callable[..., Any]) -> Callable[..., Any]:
         return write(self, *args, **options)
 
     return checked  # type: ignore[no-any-return]
-
-
-def add_control_inputs(operation: Any, before: Sequence[Any]) -> None:
-    """Has an operation of a graph wait for others that were made before it.
-
-    Private: ``operation._add_control_inputs``. The public ``tf.control_dependencies`` must be known
-    when the operation is made, and Keras reads a weight before it says what it is for. Without it a
-    step copies all weights of other devices when it begins.
-    """
-    operation._add_control_inputs(list(before))
 
 
 def replace_input(operation: Any, index: int, tensor: Any) -> None:

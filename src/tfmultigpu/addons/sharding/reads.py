@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
@@ -233,7 +234,7 @@ def _wait_in_turn(uses: Sequence[_Use], places: Mapping[Any, int]) -> None:
                 made_before.append(tensor.op)
         waits.append(made_before)
     for i, read in enumerate(reads):
-        _private.add_control_inputs(read, waits[max(i - _AHEAD, 0)])
+        _compat.add_control_inputs(read, waits[max(i - _AHEAD, 0)])
 
 
 def _read_again(
@@ -299,7 +300,7 @@ def _keep_in_step(
             for part, read, replica in zip(parts[before], reads, replicas, strict=True)
         ):
             for read in reads:
-                _private.add_control_inputs(read.operation, [sums[before].op])
+                _compat.add_control_inputs(read.operation, [sums[before].op])
 
 
 def _made_before(operation: Any, place: int, end: int, places: Mapping[Any, int]) -> bool:
