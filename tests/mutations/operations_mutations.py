@@ -22,9 +22,9 @@ OPERATIONS = (
         f"{_FILE}::test_no_update_waits_for_the_host[dynamic scale]",
     ),
     broken(
-        "each size of fixed data is traced",
-        "            keeps = keeps and key[:2] not in self._kept\n",
-        "",
+        "the size of data is left open",
+        "keeps = self._keeps_rows or (self._alone and fixed is not None)",
+        "keeps = self._keeps_rows",
         "test_data_of_one_size.py::test_data_of_several_sizes_costs_two_traces_at_most[1]",
     ),
     broken(
