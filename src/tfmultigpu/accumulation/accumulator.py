@@ -228,7 +228,7 @@ class _OfTable:
         self._values = _local_sum([0, *shape[1:]], dtype, of_rows=[None, *shape[1:]])
 
     def add(self, gradient: Gradient, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        """Adds a gradient on this replica; one that is no list has all rows."""
+        """Adds a gradient on this replica; a tensor has all rows."""
         if not is_list(gradient):
             every = tf.range(self._shape[0] or 0, dtype=tf.int64)
             gradient = tf.IndexedSlices(tf.convert_to_tensor(gradient), every)
