@@ -370,6 +370,19 @@ def variable_alone(strategy, value, refused=()):
         )
 
 
+def test_keras_finds_the_slot_of_a_variable_by_the_identity_that_it_shares():
+    first, second = (variable_alone(strategy_of(2), tf.zeros([3])) for _ in range(2))
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
+    optimizer.build([first])
+    with pytest.raises(KeyError):
+        optimizer.update_step(tf.ones([3]), second, 1.0)
+    _private.share_identity([first, second])
+    for _ in range(2):
+        optimizer.update_step(tf.ones([3]), second, 1.0)
+    np.testing.assert_allclose(second.numpy(), [-2.5] * 3)
+    assert not first.numpy().any()
+
+
 def test_a_strategy_that_adds_by_collectives_is_known_and_its_steps_take_turns():
     """TensorFlow numbers collectives at each call: two at one time would meet each other's."""
 

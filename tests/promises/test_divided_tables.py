@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import keras
 import numpy as np
 import pytest
 from law.model import FLOAT, Training, cut
-from law.pair import LOGS, dataset_of, strategy_of
+from law.pair import LOGS, dataset_of
 from law.plain import PlainLoop, assert_values
 
 import tfmultigpu as tmg
 
 IDS, WIDTH, REPLICAS = 5003, 16, 3
 BYTES = 8 * IDS * WIDTH
-MEMORY = {"CPU:0": 0.4 * BYTES, "CPU:1": 0.3 * BYTES, "CPU:2": 0.8 * BYTES}
+KIND = os.environ.get("TEST_DEVICES", "CPU")
+MEMORY = {f"{KIND}:0": 0.4 * BYTES, f"{KIND}:1": 0.3 * BYTES, f"{KIND}:2": 0.8 * BYTES}
 SIZES = (7, 1, 2, 5)
 optimizers, layers = keras.optimizers, keras.layers
 _random = np.random.default_rng(41)
@@ -27,6 +29,12 @@ ITEMS[:, 0] = IDS - 1  # The last row, from every replica,
 ITEMS[1::2, 1] = -2  # one counted from the end, as NumPy does,
 ITEMS[::2, 2] = 0  # and the first.
 Y = _random.normal(size=(sum(SIZES), 2))
+
+
+@functools.cache
+def strategy_of(replicas: int) -> Any:
+    """Returns strategies whose devices hold nothing but what is made here."""
+    return tmg.create_strategy(devices=list(MEMORY)[:replicas])
 
 
 def batches() -> list[Any]:

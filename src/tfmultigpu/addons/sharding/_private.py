@@ -101,7 +101,7 @@ def _variable_class() -> Any:
             self.distribute_strategy = strategy  # As all other variables with a strategy have it.
 
         def take_identity(self, identity: str) -> str:
-            """Sets another identity, if one is given, and returns its own."""
+            """Changes its identity, if one is given, and returns it."""
             own: str = identity or vars(self)["_unique_id"]
             self._unique_id = own
             return own

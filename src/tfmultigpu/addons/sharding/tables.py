@@ -92,11 +92,12 @@ def telling_weights() -> Iterator[None]:
     def add_weight(
         original: Callable[..., KerasVariable], layer: KerasLayer, *args: _Value, **options: _Value
     ) -> KerasVariable:
-        initializer = keras.initializers.get(options.get("initializer"))
         is_large = math.prod(options.get("shape") or ()) >= LARGE
-        if args or not is_large or initializer is None:
+        if args or not is_large or options.get("initializer") is None:
             return original(layer, *args, **options)
         is_table = _is_table(layer, options)
+        # Made of a name here and not by Keras: each draws a seed of Python.
+        initializer = keras.initializers.get(options["initializer"])
         options["initializer"] = _Telling(initializer, is_table)
         variable = original(layer, **options)
         if is_table:

@@ -87,15 +87,25 @@ class _Loads:
         least = tuple(float(one) for one in memory.min(axis=0))
         return _Limits(limits.at_least, None if math.inf in least else least)
 
-    def check(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
-        """Checks that a device holds one variable more."""
+    def check(
+        self,
+        device: int,
+        name: str,
+        size: int,
+        memory: tuple[float, ...] | None,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """Checks that a device holds one variable more, or a part of one."""
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
             name = _private.path_of(name)
-            if size > max(memory):  # More devices, or other variables elsewhere, do not help.
+            if (
+                size > max(memory) and not is_part
+            ):  # More devices, or other variables elsewhere, do not help.
                 raise DataError(
                     "One variable is larger than every device, and only the table of a "
                     "keras.layers.Embedding is divided.",
@@ -246,7 +256,7 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             places = [number for number, count in enumerate(rows) if count]
             row = table.size // table.shape[0]
             for number in places:
-                loads.check(number, name, rows[number] * row, limits.memory)
+                loads.check(number, name, rows[number] * row, limits.memory, is_part=True)
             for number in places:
                 loads.add(number, rows[number] * row)
         counts = [rows[number] for number in places]
