@@ -419,13 +419,6 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     assert variable.numpy().tolist() == [0.0, 0.0, 0.0]
 
 
-def test_an_optimizer_finds_what_it_keeps_by_an_identity_that_variables_share():
-    strategy = tmg.create_strategy(devices=2)
-    first, second = variable_alone(strategy, tf.zeros([2])), variable_alone(strategy, tf.zeros([2]))
-    assert first._unique_id != second._unique_id
-    assert _private.share_identity([first, second]) == second._unique_id == first._unique_id
-
-
 def test_operations_of_a_graph_can_be_changed():
     graph = tf.Graph()
     with graph.as_default():

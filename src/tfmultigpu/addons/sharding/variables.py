@@ -103,9 +103,8 @@ class _Loads:
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
             name = _private.path_of(name)
-            if (
-                size > max(memory) and not is_part
-            ):  # More devices, or other variables elsewhere, do not help.
+            # More devices, or other variables elsewhere, do not help.
+            if size > max(memory) and not is_part:
                 raise DataError(
                     "One variable is larger than every device, and only the table of a "
                     "keras.layers.Embedding is divided.",
