@@ -105,3 +105,17 @@ def test_a_partition_and_copies_of_the_same_shapes() -> None:
     pair.hold(regression([6] * 2))
     pair.hold(regression([2] * 2))
     pair.hold(regression([6] * 2))
+
+
+# Fails if a loop over data without end, which looks for none, does not see that it was closed.
+def test_a_loop_over_data_without_end_ends_where_that_is_closed() -> None:
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.0)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    rows = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1]))).repeat()
+    batches = iter(tmg.distribute_dataset(rows, strategy))
+    assert [int(step.run(batches, steps)["steps"]) for steps in (5, 1)] == [5, 1]
+    batches.close()
+    assert int(step.run(batches, 2)["steps"]) == 0

@@ -34,18 +34,20 @@ class ShardIterator(Iterator[Shard]):
         source: The underlying TensorFlow iterator.
         cut: Makes shards and batches of its elements.
         elements: The dataset that the iterator reads; None in a ``tf.function``.
+        never_ends: Whether the data is known to have no end.
     """
 
     source: Data
     cut: Cut
     elements: Batches | None = None
+    never_ends: bool = False
 
     @classmethod
-    def over(cls, source: Data, elements: Batches, cut: Cut) -> ShardIterator:
+    def over(cls, source: Data, elements: Batches, cut: Cut, *, never_ends: bool) -> ShardIterator:
         """Begins a pass over ``source``, which hands out the elements."""
         if tf.inside_function():  # Such an iterator ends with the call of the function.
             return cls(iter(source), cut)
-        iterator = cls(iter(source), cut, elements)
+        iterator = cls(iter(source), cut, elements, never_ends)
         _open.add(iterator)
         return iterator
 
@@ -54,7 +56,7 @@ class ShardIterator(Iterator[Shard]):
 
         Waits for the batch that is being made.
         """
-        elements, self.elements = self.elements, None
+        elements, self.elements, self.never_ends = self.elements, None, False
         if elements is None:
             return
         # TensorFlow ends the threads of an iterator that is made anew, here over no element.

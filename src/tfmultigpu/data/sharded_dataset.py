@@ -271,7 +271,12 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
         with tf.control_dependencies(self._begin_pass()):
-            return ShardIterator.over(self._source, self._elements, self.cut)
+            return ShardIterator.over(
+                self._source,
+                self._elements,
+                self.cut,
+                never_ends=self._cardinality == tf.data.INFINITE_CARDINALITY,
+            )
 
     def _begin_pass(self) -> list[Nested]:
         """Says that a pass begins to what wants to know; returns the operations, in a graph."""

@@ -24,6 +24,7 @@ from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, on_shards
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.graph_loop import loop_over
 from tfmultigpu.steps.kept_batch import KeptBatch
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
@@ -229,7 +230,8 @@ class Runner:
         source, kind, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
-        kind = (self._key, logs_last, kind, tf.type_spec_from_value(source))
+        never_ends = isinstance(iterator, ShardIterator) and iterator.never_ends
+        kind = (self._key, (logs_last, never_ends), kind, tf.type_spec_from_value(source))
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
         self._is_inside = tf.inside_function()
         if self._is_inside:
@@ -325,7 +327,7 @@ class Runner:
         kept: list[KeptBatch] = []
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        compiled = self._compile(split, kept, logs_last=kind[1])
+        compiled = self._compile(split, kept, *kind[1])
         run = compiled.get_concrete_function(kind[-1], count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
@@ -337,7 +339,9 @@ class Runner:
         self._loops.append(_Loop(kind, split, run, most, kept))
         return self._loops[-1]
 
-    def _compile(self, split: Split, keeps: list[KeptBatch], *, logs_last: bool) -> Any:
+    def _compile(
+        self, split: Split, keeps: list[KeptBatch], logs_last: bool, never_ends: bool
+    ) -> Any:
         def trace(shards: Shards) -> tuple[Tensor, ...]:
             return self._trace(shards, logs_last=logs_last)[1]
 
@@ -351,7 +355,7 @@ class Runner:
             return vectors
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
-            vectors = _loop_over(source, steps, step, vectors)
+            vectors = loop_over(source, steps, step, vectors, never_ends=never_ends)
             logs = logs_of(self._tallies(vectors))
             return (logs if logs_last else {"steps": logs["steps"]}), vectors
 
@@ -361,30 +365,6 @@ class Runner:
 def _batch_of(element: Any, split: Split) -> Batch:
     local, offsets = split(element)
     return local[0], [tf.nest.flatten(shard) for shard in local], offsets
-
-
-def _loop_over(source: Any, steps: Any, step: Any, vectors: Sequence[Any]) -> tuple[Any, ...]:
-    """Reads each element before its step, which is in a branch: the data may have ended."""
-
-    def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
-        optional = source.get_next_as_optional()
-        more: Any = optional.has_value()
-        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
-        with tf.device("CPU:0"):
-            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
-
-    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
-    # begin only after a GPU had ended the one before.
-    with tf.device("CPU:0"):
-        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
-    _, *vectors = tf.while_loop(
-        lambda left, *_: left > 0,
-        body,
-        [left, *vectors],
-        shape_invariants=[left.shape, *[tf.TensorShape(_ANY_SHAPE)] * len(vectors)],
-        parallel_iterations=1,
-    )
-    return tuple(vectors)
 
 
 def _kind_of(leaf: tf.Tensor | None) -> str:
