@@ -161,8 +161,8 @@ LAW = (
         f"{SKIP}[dynamic, N=3]",
         also=(
             (
-                "        gradient = feature.on_gradient(gradient)\n",
-                "        gradient = feature.on_gradient(gradient)\n        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
+                "        gradient = gradient.forbidden_too_by(before)\n",
+                "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
             ),
             (
                 "import global_norm, scaled, sum_dtype\n",

@@ -152,7 +152,7 @@ STEPS = (
     # test_failing_step ----------------------------------------------------------------------------
     broken(
         "an update does not wait for the checks of layers, losses and metrics",
-        "with tf.control_dependencies([*effects, *after]):",
+        "with tf.control_dependencies([*effects, *new_state]):",
         "with tf.control_dependencies([]):",
         f"{FAILS}[N=2, synchronized norm]",
     ),

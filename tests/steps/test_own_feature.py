@@ -56,3 +56,40 @@ def test_noise_is_that_of_one_device(way: str) -> None:
     with forcing_addition(in_memory=False) if forced else contextlib.nullcontext():
         result, _ = trained(replicas, make(0.2, seed=5), **options)
     assert difference(result.weights, truth.weights) <= 1e-6
+
+
+class Forbids(tmg.steps.Feature):
+    """Forbids each second update."""
+
+    def on_one_device(self) -> tmg.steps.Feature:
+        return self
+
+    def bind(self, step: Any) -> None:
+        self._turn = tf.Variable(0, dtype=tf.int64)
+
+    def on_gradient(self, gradient: tmg.steps.Gradient) -> tmg.steps.Gradient:
+        return gradient._replace(valid=self._turn % 2 == 0)
+
+    def after_update(self, gradient: tmg.steps.Gradient) -> None:
+        self._turn.assign_add(1)
+
+
+# Fails if what one feature forbids another allows, or the loss scale takes it for an overflow.
+def test_each_of_several_features_can_forbid_an_update() -> None:
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(
+        model, optimizer, "mse", strategy, loss_scale="dynamic", verify=False, features=[Forbids()]
+    )
+    bad = X[:4].copy()
+    bad[0, 0] = float("inf")
+    skipped, scales = [], []
+    for rows in (X[:4], X[:4], bad, X[:4]):
+        logs = step((rows, X[:4, 1:2]))
+        skipped.append(float(logs["skipped"]))
+        scales.append(float(logs["loss_scale"]))
+    assert skipped == [0, 1, 1, 1]
+    assert scales[0] == scales[1] == scales[2] == 2 * scales[3]
+    assert optimizer.iterations.numpy() == 1

@@ -104,10 +104,11 @@ class Replicated:
                 return finish(*args)
 
         gradient, others = self.strategy.run(run, args=(per_replica(self.strategy, sums), *args))
-        norm, valid, others = tf.nest.map_structure(
-            lambda value: self._local(value)[0], (gradient.norm, gradient.valid, others)
+        alike = gradient.norm, gradient.valid, gradient.finite, others
+        norm, valid, finite, others = tf.nest.map_structure(
+            lambda value: self._local(value)[0], alike
         )
-        return gradient._replace(norm=norm, valid=valid), others
+        return gradient._replace(norm=norm, valid=valid, finite=finite), others
 
     def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
         """Places what is computed of a variable on the device where its gradients are added."""

@@ -5,14 +5,15 @@ A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions
     phase = for_all_replicas(step, train_replica)     in replicas.py: cut, looped, traced once
     passes = phase(shards, trace)                     each replica: forward, backward -> Pass
     sums = add_over_replicas(step, passes, trace)     the one addition
-    gradient, tally = divide(step, sums, shards, ...) the one division; penalties; features
+    gradient, tally = divide(step, sums, shards, ...) the last division; penalties; features
     commit(strategy, trace, passes, after)            what layers, draws and metrics assign
     update(step.update, gradient, after)              the one update of the optimizer
     advance(step.features, gradient, after)           the loss scale, for example
 
 Up to ``divide`` nothing is assigned. What may raise is in ``after``, which every assignment waits
 for: a step that raises leaves everything as it was. A batch was cut before, by ``data/partition``:
-no replica is without rows, and of fewer rows than replicas each has a copy that counts 1 / copies.
+no replica is without rows. A batch with fewer rows than replicas goes whole to each of them, where
+each row counts 1 / replicas.
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ def train_replica(
             step.step_metrics.update(outputs)
 
     trace.note(layout, gradients, deferred.variables)
-    after = deferred.values_of(trace.state)
-    with tf.control_dependencies([*effects, *after]):  # All checks have passed.
+    new_state = deferred.values_of(trace.state)
+    with tf.control_dependencies([*effects, *new_state]):  # All checks have passed.
         stats = tf.identity(stack(terms, rows.weight))
-    return Pass(gradients, stats, after)
+    return Pass(gradients, stats, new_state)
 
 
 def _backward(
@@ -207,7 +208,7 @@ class _Trained:
         if gradient is not None:
             self.penalty = _dense(gradient, self.variable.shape)
 
-    def correct(self, corrections: Sequence[Scalar]) -> None:
+    def finish(self, corrections: Sequence[Scalar]) -> None:
         """Makes the gradient: the penalty, and the sum of each target, corrected."""
         total = self.penalty
         for target, gradient_sum in self.sums:
@@ -232,15 +233,18 @@ def divide(
     state: Sequence[Any],
     trace: Trace,
 ) -> tuple[Gradient, Tally]:
-    """Turns sums over the global batch into its gradient and its tally: the one division.
+    """Turns sums over the global batch into its gradient and its tally: the last division.
 
-    It happens where the sums are: once, or on each replica if they share no memory, alike.
+    Replicas have divided by what is known before the addition, such as the number of rows. This
+    happens where the sums are: once on the CPUs of one process and with owners, otherwise on each
+    replica, alike.
 
     Args:
         step: The step.
         sums: What ``add_over_replicas`` returns.
         shards: The global batch.
-        state: The new values of ``trace.state``, alike on all replicas.
+        state: The new values of ``trace.state`` on one replica. Those of trained variables, which
+            are alike on all replicas, are used.
         trace: What the replicas found.
     """
     new = dict(zip(map(id, trace.state), state, strict=True))
@@ -294,7 +298,7 @@ def _divide_here(
             corrections[target] = wide / factor
     for each in trained:
         with step.update.at(each.variable):
-            each.correct(corrections)
+            each.finish(corrections)
     check_gradients([each.variable for each in trained], [each.gradient for each in trained])
 
     # Features see the gradient of the global batch, and decide about the update.
@@ -304,7 +308,8 @@ def _divide_here(
     norm = global_norm(tensors)
     gradient = Gradient(tensors, norm, None, trace.updated)
     for feature in step.features:
-        gradient = feature.on_gradient(gradient)
+        before, gradient = gradient, feature.on_gradient(gradient)
+        gradient = gradient.forbidden_too_by(before)
 
     # The numbers of this step, for the logs.
     skipped = 0.0 if gradient.valid is None else ~gradient.valid

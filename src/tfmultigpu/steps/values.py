@@ -159,12 +159,22 @@ class Gradient(NamedTuple):
         norm: The norm of all together, a scalar.
         valid: Whether there is an update, a bool scalar; None if nothing can forbid it.
         variables: The Keras variables that they are for.
+        finite: Whether all numbers of it are finite, a bool scalar; None if nothing asks.
     """
 
     tensors: tuple[Tensor, ...]
     norm: Scalar
     valid: Scalar = None
     variables: tuple[KerasVariable, ...] = ()
+    finite: Scalar = None
+
+    def forbidden_too_by(self, before: Gradient) -> Gradient:
+        """Returns the same, whose update is forbidden as well if it was before a feature."""
+        if before.valid is None or self.valid is before.valid:
+            return self
+        if self.valid is None:
+            return self._replace(valid=before.valid)
+        return self._replace(valid=tf.logical_and(before.valid, self.valid))
 
 
 @dataclasses.dataclass(eq=False)

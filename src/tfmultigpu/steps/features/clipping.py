@@ -24,8 +24,9 @@ class ClipByNorm(Feature):
 
     def on_gradient(self, gradient: Gradient) -> Gradient:
         """Clips; a gradient whose norm overflows is not valid, for clipping would make it NaN."""
-        valid = gradient.valid
-        if valid is not None:
-            valid &= tf.math.is_finite(gradient.norm)
         tensors = clipped(list(gradient.tensors), self._limit, gradient.norm)
-        return gradient._replace(tensors=tuple(tensors), valid=valid)
+        gradient = gradient._replace(tensors=tuple(tensors))
+        if gradient.finite is None:
+            return gradient
+        finite = gradient.finite & tf.math.is_finite(gradient.norm)
+        return gradient._replace(valid=finite, finite=finite)

@@ -62,12 +62,13 @@ class LossScaling(Feature):
         """Forbids the update if a number is not finite."""
         if self.scale() is None:
             return gradient
-        return gradient._replace(valid=all_finite(list(gradient.tensors)))
+        finite = all_finite(list(gradient.tensors))
+        return gradient._replace(valid=finite, finite=finite)
 
     def after_update(self, gradient: Gradient) -> None:
-        """Halves or doubles the scale."""
+        """Halves or doubles the scale, whatever else forbids the update."""
         if scale := self.scale():
-            scale.update(tf.identity(gradient.valid))
+            scale.update(tf.identity(gradient.finite))
 
 
 def _warn_of_float16(model: KerasModel) -> None:
