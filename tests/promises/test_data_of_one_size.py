@@ -15,7 +15,7 @@ import tfmultigpu as tmg
 
 
 # Fails if a step takes the size of the first data for the size of others, or is traced for each.
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_data_of_several_sizes_costs_two_traces_at_most(replicas: int) -> None:
     strategy = strategy_of(replicas)
     ours, traces = build(strategy), []

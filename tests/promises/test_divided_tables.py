@@ -114,6 +114,7 @@ def test_a_table_that_no_device_holds_trains_as_on_one() -> None:
     assert_values(ours.values(), plain.values(), plain.variables())
 
 
+@pytest.mark.more
 # Fails if what a list of rows is of is lost: over micro-batches, in the norm, or in the update.
 def test_lists_of_its_rows_train_as_on_one_device() -> None:
     plain = build(adagrad, 0.05)

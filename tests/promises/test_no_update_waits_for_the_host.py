@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fixed scale": {"loss_scale": 8.0},
     "dynamic scale": {"loss_scale": "dynamic"},
 }
+MORE = ("clipped", "fixed scale")
 
 
 def traced(**options: Any) -> Dependencies:
@@ -66,7 +67,10 @@ def on_the_host(graph: Dependencies) -> set[str]:
 
 # Fails if a check of the step looks at what was computed, and updates wait for it; if a decision of
 # the step is one of the host, but for the one branch of loss scaling.
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "dynamic scale", *(pytest.param(one, marks=pytest.mark.more) for one in MORE)],
+)
 def test_no_update_waits_for_the_host(case: str) -> None:
     graph = traced(**CASES[case])
     computed, waiting = set(graph.of_kind(COMPUTED)), on_the_host(graph)
@@ -89,7 +93,13 @@ def twice(x: Any) -> Any:
 
 # Fails if a loss that has not one value per row is taken, or is seen after something was assigned;
 # XLA leaves out assertions.
-@pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["plain", "by XLA"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"jit_compile": True}, id="by XLA", marks=pytest.mark.more),
+    ],
+)
 def test_another_number_of_losses_than_rows_is_refused(options: dict[str, Any]) -> None:
     strategy = strategy_of(2)
     with strategy.scope():

@@ -243,8 +243,8 @@ def divide(
         step: The step.
         sums: What ``add_over_replicas`` returns.
         shards: The global batch.
-        state: The new values of ``trace.state`` on one replica. Those of trained variables, which
-            are alike on all replicas, are used.
+        state: The new values of ``trace.state`` on one replica, of which the values of trained
+            variables are used: they are alike on all replicas.
         trace: What the replicas found.
     """
     new = dict(zip(map(id, trace.state), state, strict=True))
