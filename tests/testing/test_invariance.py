@@ -279,3 +279,11 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
 def test_what_cannot_be_run_in_workers() -> None:
     with pytest.raises(ValueError, match=r"at least 1. Received: workers=0"):
         run_workers(greet, 0)
+
+
+# Fails if what a person prints of a test that passed is an error.
+def test_no_difference_is_printed() -> None:
+    found = tmg.testing.assert_replica_invariant(lambda strategy: [np.ones(3)], replicas=(2,))
+    assert "no difference" in str(found) or "off by 0" in str(found)
+    nothing = tmg.testing.assert_replica_invariant(lambda strategy: [np.ones(0)], replicas=(2,))
+    assert str(nothing) == "no difference"

@@ -45,6 +45,7 @@ from tfmultigpu.types import (
 
 _SCOPE = "with strategy.scope():"
 _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
+_MOST_SHOWN = 4  # Sharded variables, of which a model may have hundreds.
 
 
 def explain(
@@ -111,6 +112,7 @@ def explain(
             "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
             "copies of a weight": listed(copies),
+            **_places_of_sharded(each),
         }
     causes += _check_batch(dataset, strategy)
     findings = {str(cause): cause for cause in causes}
@@ -121,6 +123,22 @@ def explain(
         change = "Train with tmg.fit. If it is slow: print(tmg.tuning.profile_step(step, data))"
         findings[""] = Finding("note", "in-order", what, why, change)
     return Report(f"tfmultigpu explain: {replicas} replica(s)", tuple(findings.values()), facts)
+
+
+def _places_of_sharded(model: KerasModel) -> dict[str, str]:
+    """Returns where the first sharded variables of a model are; nothing if there are none."""
+    places: list[str] = []
+    for unit in units_of(getattr(model, "variables", ())):
+        if is_sharded(unit):
+            device = parse_device_name(tf_variable(unit).device)
+            places.append(f"{unit.path} of {tuple(unit.shape)} on {device}")
+    if not places:
+        return {}
+    shown = "; ".join(places[:_MOST_SHOWN])
+    more = len(places) - _MOST_SHOWN
+    if more > 0:
+        shown += f"; and {more} more"
+    return {"sharded variables": shown}
 
 
 def _strategy_of(model: KerasModel) -> tf.distribute.Strategy:

@@ -39,6 +39,8 @@ class Difference:
 
     def __str__(self) -> str:
         """Formats the difference as one line."""
+        if self.expected is None:  # There are no numbers, or all are equal.
+            return "no difference"
         index = f"{list(self.place)}" if self.place else ""
         values = f"{self.actual!s} instead of {self.expected!s}"
         return f"{self.quantity}{index}: {values}, off by {self.amount:.1e}{self._relative()}"
