@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +129,26 @@ def test_the_error_of_a_replica_is_not_lost_in_a_loop() -> None:
         step.run(batches, 3)
     assert optimizer.iterations.numpy() == 1
     assert int(step.run(batches, 3)["steps"]) == 1
+
+
+# Fails if the batch of a loop that has failed stays, and the next loop waits for its room for ever.
+def test_a_loop_goes_on_after_one_that_failed() -> None:
+    with tmg.create_strategy(devices=2).scope():
+        hidden = [L.Dense(2) for _ in range(16)]  # As many as are traced once by themselves.
+        layers = [keras.Input((1,), dtype="int32"), L.Embedding(5, 2), L.Flatten(), *hidden]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    rights, losses = (np.zeros([4, 1], "int32"), np.zeros([4, 2], "float32")), []
+
+    def evaluate() -> None:
+        losses.append(tmg.evaluate(model, rights, batch_size=4)["loss"])
+
+    evaluate()
+    wrong = np.full([4, 1], 9, "int32"), rights[1]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        tmg.evaluate(model, wrong, batch_size=4)
+    thread = threading.Thread(target=evaluate, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]

@@ -36,7 +36,9 @@ class KeptBatch:
         with tf.control_dependencies(tf.nest.flatten(taken)):
             return tuple([tf.identity(result) for result in results])
 
-    def take(self) -> Any:
-        """Returns the element of a step that has failed."""
+    def take(self) -> list[Any]:
+        """Returns the element of a step that has failed, and keeps it no longer; [] if none has."""
+        if not int(self._queue.size()):
+            return []
         tensors = tf.nest.flatten(self._queue.dequeue())
-        return packed(self._structure, tensors)
+        return [packed(self._structure, tensors)]

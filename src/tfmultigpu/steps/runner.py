@@ -266,11 +266,13 @@ class Runner:
         """Computes the batch again of which TensorFlow has lost the error of a replica."""
         try:
             yield
-        except tf.errors.CancelledError as error:
-            if not self.trace.functions:
+        except BaseException as error:
+            # Taken whatever failed, or the next loop would wait for room.
+            elements = [element for kept in loop.kept for element in kept.take()]
+            if not (isinstance(error, tf.errors.CancelledError) and self.trace.functions):
                 raise
             self._trace_for_each()
-            for element in [kept.take() for kept in loop.kept]:
+            for element in elements:
                 self._run(_batch_of(element, loop.split))  # Which raises what was lost.
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
