@@ -219,7 +219,7 @@ def data_twice(told: Told) -> None:
 
 @example("A tuple is (x, y), so it holds labels already")
 def a_tuple_beside_labels(told: Told) -> None:
-    with told(tmg.errors.DataError, r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y"):
+    with told(tmg.errors.DataError, r"a tuple of 2, and y\. Write tmg\.fit\(model, \(x, y"):
         fit((X, X), Y)
     fit((X, Y))
     with strategy_of(2).scope():
@@ -405,7 +405,7 @@ def a_loss_beside_forward(told: Told) -> None:
 @example("A step has its own options")
 def options_beside_a_step(told: Told) -> None:
     model = compiled()
-    with told(ValueError, "Received: clip_norm beside a step"):
+    with told(ValueError, "Received: clip_norm and a step"):
         tmg.fit(model, (X, Y), step=trained_by(model), clip_norm=1.0, verbose=0)
     tmg.fit(model, (X, Y), step=trained_by(model, clip_norm=1.0), verbose=0)
     fit(X, Y, model=model, clip_norm=1.0)

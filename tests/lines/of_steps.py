@@ -337,7 +337,7 @@ def a_trained_weight(told: Told) -> None:
 @example("variables must hold variables of the model")
 def variables_of_another_model(told: Told) -> None:
     first, second = made(), made()
-    with told(ValueError, "Several models are attr"):
+    with told(ValueError, "Make several models attr"):
         step(first, variables=second.trainable_variables)
     with strategy_of(2).scope():
         both = keras.Model()
