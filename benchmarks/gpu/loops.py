@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +27,21 @@ class Contender:
 
     model: Any
     train: Callable[[int], float]
+
+
+def _looped(
+    model: Any, step: Callable[[Any, Any], Any], batches: Iterable[Any]
+) -> tuple[Contender, float]:
+    """Returns a loop of Python over a step, and the loss of its first batch."""
+    iterator = iter(batches)
+
+    def loop(steps: int) -> Any:
+        for x, y in itertools.islice(iterator, steps):
+            loss = step(x, y)
+        return loss
+
+    first = float(loop(1))
+    return _timed(model, loop), first
 
 
 def _timed(model: Any, loop: Callable[[int], Any]) -> Contender:
@@ -60,15 +75,7 @@ def plain(network: Network, precision: str, rows: int, xla: bool) -> tuple[Conte
         optimizer.apply(gradients)
         return loss
 
-    iterator = iter(_dataset(network, rows))
-
-    def loop(steps: int) -> Any:
-        for x, y in itertools.islice(iterator, steps):
-            loss = step(x, y)
-        return loss
-
-    first = float(loop(1))
-    return _timed(model, loop), first
+    return _looped(model, step, _dataset(network, rows))
 
 
 def ours(
@@ -148,15 +155,8 @@ def by_hand(
     def step(x: Any, y: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(replica, args=(x, y)), axis=None)
 
-    iterator = iter(strategy.experimental_distribute_dataset(_dataset(network, rows)))
-
-    def loop(steps: int) -> Any:
-        for x, y in itertools.islice(iterator, steps):
-            loss = step(x, y)
-        return loss
-
-    first = float(loop(1))
-    return _timed(model, loop), first
+    batches = strategy.experimental_distribute_dataset(_dataset(network, rows))
+    return _looped(model, step, batches)
 
 
 CONTENDERS: dict[str, Callable[..., tuple[Contender, float | None]]] = {

@@ -6,21 +6,10 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("run_gpu")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("gpu", "run_gpu")]:
-        del sys.modules[name]
 
 
 def check(name: str = "limit.limit", **values: Any) -> dict[str, Any]:

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("run_gpu")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("gpu", "run_gpu")]:
-        del sys.modules[name]
 
 
 def test_each_set_names_parts_that_exist(runner: Any) -> None:

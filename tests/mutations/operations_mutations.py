@@ -9,9 +9,9 @@ _FILE = "test_no_update_waits_for_the_host.py"
 OPERATIONS = (
     broken(
         "the values of the loss are looked at on the host",
-        "    with tf.name_scope(OTHER_ROWS_SCOPE):\n",
+        "    with tf.name_scope(_SCOPE):\n",
         "    tf.raw_ops.Assert(condition=tf.reduce_sum(values) < 1e30, data=['large'])\n"
-        "    with tf.name_scope(OTHER_ROWS_SCOPE):\n",
+        "    with tf.name_scope(_SCOPE):\n",
         f"{_FILE}::test_no_update_waits_for_the_host[plain]",
         f"{_FILE}::test_no_update_waits_for_the_host[clipped]",
     ),

@@ -17,23 +17,15 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
+from tfmultigpu.accumulation.number_of_losses import one_for_each_row
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.data.batch_format import cast_all
-from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
 from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
-OTHER_ROWS = GraphMessage(
-    "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
-    "values, and values of so many rows {}",
-    "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred).",
-)
-# The scope of the operation that fails then, and what TensorFlow says of it.
-OTHER_ROWS_SCOPE = "the_loss_has_one_value_per_row"
-_OTHER_SHAPE = re.compile(r"tensor with (\d+) values, but the requested shape has (\d+)")
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
@@ -273,7 +265,7 @@ def loss_term(
     weighs = loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None)
     is_counted = bool(per_row) and loss.reduction != "sum" and not masks and not weighs
     if is_counted and rows is not None:
-        values = _one_for_each_row(values, rows, int(per_row or 0))
+        values = one_for_each_row(values, rows, int(per_row or 0))
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
@@ -291,31 +283,6 @@ def loss_term(
         # The size is 0 in a shard without rows.
         return LossTerm(total, tf.math.divide_no_nan(valid, tf.cast(tf.size(mask), total.dtype)))
     return LossTerm(total, elements, float(per_row or 0) if is_counted else None)
-
-
-def _one_for_each_row(values: Tensor, rows: Scalar, per_row: int) -> Tensor:
-    """Returns the values of a loss, held to their number: as many for each row as a row has.
-
-    It is known from shapes alone, so nothing has to wait for the values. XLA compares it too, which
-    leaves out assertions.
-    """
-    found, known = values.shape.num_elements(), tf.get_static_value(rows)
-    if found is not None and known is not None:
-        if found != known * per_row:
-            raise OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} [{found} {known * per_row}]")
-        return values
-    # Of one axis more: TensorFlow's optimizer takes a reshape away that keeps the known shape.
-    shape = [tf.cast(rows, tf.int32), *values.shape[1:], 1]
-    with tf.name_scope(OTHER_ROWS_SCOPE):
-        return tf.reshape(values, shape)
-
-
-def as_rows_error(message: str) -> LossError | None:
-    """Returns what TensorFlow's error says of ``_one_for_each_row``; None if it is of others."""
-    numbers = _OTHER_SHAPE.search(message)
-    if OTHER_ROWS_SCOPE not in message or numbers is None:
-        return None
-    return OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} [{' '.join(numbers.groups())}]")
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -117,8 +117,8 @@ def apply_reduced_gradients(
             counter changes.
 
     Raises:
-        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or there
-            is no gradient.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or all
+            gradients are None.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
     Example:

@@ -10,7 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, with_dependencies
+from tfmultigpu.data.batch_format import (
+    any_rows,
+    check_rows_agree,
+    count_rows,
+    tensors_of,
+    with_dependencies,
+)
 from tfmultigpu.data.cut import fixed_offsets
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
@@ -243,11 +249,11 @@ def on_shards(
         packed = tf.nest.pack_sequence_as(local, filled)
         return function(shards_of(strategy, packed, places))
 
-    present = [leaf for leaf in leaves if leaf is not None]
-    specs = [any_rows(leaf) for leaf in present]
+    tensors = tensors_of(local)
+    specs = [any_rows(tensor) for tensor in tensors]
     specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
     traced = tf.function(run, autograph=False).get_concrete_function(*specs)
-    result: _Result = traced(*present, offsets)
+    result: _Result = traced(*tensors, offsets)
     return result
 
 

@@ -63,7 +63,7 @@ class OtherState:
 
     @property
     def key(self) -> _Key:
-        """What another state that is the same has in common with it."""
+        """Its kind and resource: two states that are the same have them in common."""
         return self.kind, id(self.handle)
 
     def read(self) -> tuple[tf.Tensor, tf.Tensor]:

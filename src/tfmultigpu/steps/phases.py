@@ -12,8 +12,7 @@ A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions
 
 Up to ``divide`` nothing is assigned. What may raise is in ``after``, which every assignment waits
 for: a step that raises leaves everything as it was. A batch was cut before, by ``data/partition``:
-no replica is without rows. A batch with fewer rows than replicas goes whole to each of them, where
-each row counts 1 / replicas.
+if it has fewer rows than replicas, each has all of them, and each row counts 1 / replicas.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat, _patch
 from tfmultigpu._patch import patching, setting
+from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
@@ -256,8 +257,7 @@ def _common(spec: Any, other: Any) -> Any:
 
 def tensors_in(structure: Any) -> list[Any]:
     """Returns the tensors of a structure, without those that are None."""
-    flat = tf.nest.flatten(structure, expand_composites=True)
-    return [tensor for tensor in flat if tensor is not None]
+    return present(tf.nest.flatten(structure, expand_composites=True))
 
 
 def packed(structure: Any, tensors: Sequence[Any]) -> Any:

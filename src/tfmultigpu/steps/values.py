@@ -122,7 +122,7 @@ class Shards(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a replica returns for some rows: only tensors, so it can be added, looped and compiled.
+    """The result of a replica for some rows: only tensors, to be added, looped and compiled.
 
     Attributes:
         gradients: For each target of the backward pass, for each trained variable: the gradient of

@@ -115,7 +115,7 @@ class RowParts(tf.Variable):
         for start in self.starts[1:]:
             owners += tf.cast(flat >= start, tf.int32)
 
-        # What is no row at all goes to the first or to the last owner, who says so.
+        # An id that is not a row goes to the first or to the last owner, who says so.
         count = len(self.parts)
         places = tf.dynamic_partition(tf.range(tf.size(flat)), owners, count)
         asked = tf.dynamic_partition(flat, owners, count)

@@ -1,4 +1,4 @@
-"""Whether ``fit`` compiles forward and backward pass by XLA: as Keras decided in ``compile``."""
+"""Compiling the forward and backward pass of ``fit`` by XLA, as Keras decided in ``compile``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfmultigpu.addons.loops import _private
+from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.types import BatchSpec, KerasModel
@@ -14,7 +14,7 @@ from tfmultigpu.types import BatchSpec, KerasModel
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """Whether a step is compiled by XLA.
+    """The decision about compiling a step by XLA.
 
     Attributes:
         by_xla: Whether it is.
@@ -53,7 +53,7 @@ def _why_not(model: KerasModel, strategy: tf.distribute.Strategy) -> str:
     layers = [layer.name for layer in all_layers(model) if not layer.supports_jit]
     if layers:
         return f"XLA cannot compile the layer {layers[0]!r}"
-    if _private.compile_arguments(model).get("jit_compile"):
+    if compile_arguments(model).get("jit_compile"):
         return "Keras compiles no such model by XLA here"
     if not tf.config.list_physical_devices("GPU"):
         return "compile(jit_compile=False), or 'auto' without a GPU"

@@ -261,9 +261,8 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         counts = [rows[number] for number in places]
         devices = [loads.devices[number] for number in places]
         values = _of_first_worker(strategy, table.make_parts(counts), devices)
-        divided = tables.create_parts(
-            functools.partial(_on_device, strategy), devices, values, name, trainable=True
-        )
+        make = functools.partial(_on_device, strategy)
+        divided = tables.create_parts(make, devices, values, name, trainable=True)
         for number, part in zip(places, divided.parts, strict=True):
             weakref.finalize(part, loads.forget, number, rows[number] * row)
         return divided
