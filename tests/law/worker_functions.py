@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from law.model import batches_of, regression, small
+from law.model import FLOAT, Training, batches_of, regression, small
 from law.pair import Pair, Row
 
 SIZES = [7, 1, 2, 5]  # an odd one, one row, as many rows as workers, and odd again
@@ -44,6 +44,29 @@ def clipping_set_on_the_optimizer() -> list[np.ndarray]:
 
     pair = Pair(build, batches[0], joined["strategy"], shares=(3, 1))
     pair.hold(batches)
+    return pair.ours.values()
+
+
+IDS = np.random.default_rng(3).integers(0, 4100, (10, 3)).astype("int32")
+IDS[::2, 1] = 7  # Repeated within and across workers.
+
+
+def table(optimizer: str) -> list[np.ndarray]:
+    """Holds to one device a table so large that lists of its rows are added."""
+    targets = np.random.default_rng(4).normal(size=(10, 2))
+    cuts = [slice(0, 7), slice(7, 8), slice(8, 10)]
+    batches = [(IDS[rows], targets[rows]) for rows in cuts]
+
+    def build() -> Any:
+        rows = keras.layers.Embedding(4100, 16, **FLOAT)
+        stack = [rows, keras.layers.Flatten(), keras.layers.Dense(2, **FLOAT)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *stack])
+        loss = keras.losses.MeanSquaredError(**FLOAT)
+        return Training(model, keras.optimizers.get(optimizer), loss, clip_norm=0.05)
+
+    pair = Pair(build, batches[0], joined["strategy"], micro_batches=2)
+    pair.hold(batches, 3)
+    assert pair.step.verification.outcome == "same"
     return pair.ours.values()
 
 

@@ -24,6 +24,12 @@ FIRST_STEP = (
         "test_first_step.py::test_the_code_of_a_model_runs_once_for_all_replicas[first]",
     ),
     broken(
+        "the check does not know that equal numbers round alike",
+        "_FACTORS = 1.0, 0.73, 0.61",
+        "_FACTORS = 1.0, 1.0, 1.0",
+        "test_first_step.py::test_a_long_sum_of_equal_numbers_raises_no_alarm",
+    ),
+    broken(
         "the check takes the whole batch",
         "held = -(-rows // parts)",
         "held = rows",

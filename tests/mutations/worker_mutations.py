@@ -31,4 +31,10 @@ PROCESSES = (
         "start, stop = tf.zeros_like(rows), rows",
         f"{WORKERS}::test_each_worker_preprocesses_its_own_rows",
     ),
+    broken(
+        "the rows of a table are those of one worker",
+        "reduced[i] = context.all_reduce(add, unique(tensor))",
+        "reduced[i] = unique(tensor)",
+        "test_workers.py::test_tables_of_embeddings[adagrad]",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -94,6 +95,32 @@ def test_a_model_that_was_trained_before_has_no_second_fault() -> None:
     model, optimizer = trained.model, trained.optimizer
     step = tmg.make_train_step(model, optimizer, "mse", trained.strategy, verify=True)
     assert [len(told(step)) for _ in range(2)] == [1, 1]
+
+
+class AddsOneAfterTheOther(L.Layer):
+    """Adds a weight, whose gradient is one long sum, as kernels for a bias on CPUs may make it."""
+
+    def build(self, shape: Any) -> None:
+        self.bias = self.add_weight(shape=shape[-1:])
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def add(x: Any, bias: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                rows = tf.reshape(upstream, [-1, tf.shape(upstream)[-1]])
+                return upstream, tf.cumsum(rows)[-1]
+
+            return x + bias, gradient
+
+        return add(x, tf.convert_to_tensor(self.bias))
+
+
+# Fails if equal numbers, which each addition rounds in the same direction, raise an alarm.
+def test_a_long_sum_of_equal_numbers_raises_no_alarm() -> None:
+    repeated = functools.partial(L.RepeatVector, 20_000)
+    step = step_of(repeated, AddsOneAfterTheOther, L.GlobalAveragePooling1D)
+    assert told(step) == []
+    assert step.verification.outcome == "same"
 
 
 # Fails if TensorFlow's "the others were cancelled" is what a user reads of a wrong label.

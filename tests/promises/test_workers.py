@@ -54,6 +54,12 @@ def test_clipping_set_on_the_optimizer_and_shares(pair: list[Worker]) -> None:
     assert_equal_bits(call_all(pair, worker_functions.clipping_set_on_the_optimizer))
 
 
+# Fails if the rows of an id on two workers are not added, or go to other rows or to one worker.
+@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("adam", marks=pytest.mark.more)])
+def test_tables_of_embeddings(pair: list[Worker], optimizer: str) -> None:
+    assert_equal_bits(call_all(pair, worker_functions.table, optimizer))
+
+
 # Fails if a worker draws by its own count of rows or passes, or reads rows of another one.
 def test_each_worker_preprocesses_its_own_rows(pair: list[Worker]) -> None:
     alone = worker_functions.preprocessed(strategy_of(1))

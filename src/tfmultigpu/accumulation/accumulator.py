@@ -137,8 +137,7 @@ class GradientAccumulator:
             Gradients already divided by the weight (0 if that is 0), in the variables' dtypes, but
             float32 for float16, which may not hold them before ``unscale``; and the weight of the
             window, a scalar of at least float32. The gradient of a large table to which lists were
-            added alone is the list of its unique rows, a ``tf.IndexedSlices``, if replicas share
-            memory.
+            added alone is the list of its unique rows, a ``tf.IndexedSlices``.
 
         Raises:
             TfMultiGpuError: It is called inside ``strategy.run``, or was created under another

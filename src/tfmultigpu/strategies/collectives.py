@@ -13,7 +13,7 @@ from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.strategies.row_lists import Gradient, is_list, joined
+from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 from tfmultigpu.types import Untyped
 
@@ -51,8 +51,8 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
 
 
 def adds_lists(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether replicas add lists of rows as they are; all others add tensors."""
-    return strategy.num_replicas_in_sync == 1 or replicas_share_memory(strategy)
+    """Returns whether replicas add lists of rows as they are; those of a TPU add tensors."""
+    return not isinstance(strategy, tf.distribute.TPUStrategy)
 
 
 def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
@@ -205,17 +205,26 @@ def value_of_first_worker(
     return first
 
 
-def _bytes(tensor: tf.Tensor) -> int:
+def _bytes(tensor: Gradient) -> int:
+    if is_list(tensor):  # A message of its own, whose size is not known before it is sent.
+        return 0
     return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
-def all_reduce_sum(context: Untyped, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Adds tensors over all replicas in a replica context: one ``all_reduce`` for each dtype."""
-    reduced: dict[int, tf.Tensor] = {}
+def all_reduce_sum(context: Untyped, tensors: Sequence[Gradient]) -> list[Gradient]:
+    """Adds over all replicas in a replica context: one ``all_reduce`` for each dtype and list.
+
+    Of lists it returns those of all replicas, one after the other, so what is sent are their rows.
+    """
+    add = tf.distribute.ReduceOp.SUM
+    reduced: dict[int, Gradient] = {}
     numbers: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        numbers.setdefault(tensor.dtype, []).append(i)
+        if is_list(tensor):
+            reduced[i] = context.all_reduce(add, unique(tensor))
+        else:
+            numbers.setdefault(tensor.dtype, []).append(i)
     for chosen in numbers.values():  # It takes one dtype a call.
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, pick(tensors, chosen))
+        sums = context.all_reduce(add, pick(tensors, chosen))
         reduced.update(zip(chosen, sums, strict=True))
     return pick(reduced, range(len(tensors)))

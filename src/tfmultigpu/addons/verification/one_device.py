@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
+from tfmultigpu.addons.verification.other_scale import OtherScale
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import phases
@@ -49,7 +50,12 @@ class OneDevice:
     """
 
     def __init__(
-        self, step: Step, measure: Callable[[Tensor], Tensor], *, by_itself: bool = False
+        self,
+        step: Step,
+        measure: Callable[[Tensor], Tensor],
+        *,
+        by_itself: bool = False,
+        features: Sequence[Feature] = (),
     ) -> None:
         """Begins without having run.
 
@@ -58,10 +64,13 @@ class OneDevice:
             measure: What is compared of a variable.
             by_itself: Whether it is traced for one device, also where a trace of the replicas
                 would serve.
+            features: What the step on one device has beside its own.
         """
         self._by_itself = by_itself
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
         self.twin, self.trace = step.on_one_device(), Trace()
+        if features:
+            self.twin = self.twin.with_features([*self.twin.features, *features])
         self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._touched = Touched()  # By the last trace.
@@ -124,7 +133,10 @@ class OneDevice:
         return [each for each in self._touched.variables if id(each.handle) in assigned]
 
     def moved(self, batch: Shard, compiled: ConcreteFunction, rounding: float) -> list[Numbers]:
-        """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
+        """Returns the arrays twice as they are, then rounded otherwise.
+
+        That is from weights moved by one rounding, and with the loss at another scale.
+        """
         states: set[int] = set()
         for state in self.states:
             for copy in copies_of(self.strategy, state):
@@ -137,7 +149,23 @@ class OneDevice:
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = None, None, functools.partial(move, 1), functools.partial(move, 2)
-        return [self.run(batch, compiled, each) for each in moves]
+        arrays = [self.run(batch, compiled, each) for each in moves]
+        if isinstance(self.step, TrainStep):
+            arrays += self._scaled(batch, compiled, arrays[0])
+        return arrays
+
+    def _scaled(self, batch: Shard, compiled: ConcreteFunction, still: Numbers) -> list[Numbers]:
+        """Returns the arrays with what the scale of the loss changes in the gradient."""
+        scale = OtherScale()
+        # It is traced by itself, and of code that counts its traces another trace is another step.
+        scaled = OneDevice(self.step, self.measure, by_itself=True, features=[scale])
+        base, *others = [scaled.run(batch, compiled) for _ in scale.scales()]
+        names = [name for name in still if name == "gradient_norm" or name.startswith("update ")]
+        arrays = []
+        for other in others:
+            changed = {name: still[name] + (other[name] - base[name]) for name in names}
+            arrays.append(still | changed)
+        return arrays
 
     def _look(self, batch: Shard) -> tuple[Tensor, ...]:
         # What replicas call, traced already, serves for the batch in one piece as well.

@@ -35,6 +35,7 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
 
+_PIECE = 2**20  # Elements of a variable that are measured at one time.
 # Lines of an error that do not say what is wrong.
 _OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
 
@@ -337,8 +338,16 @@ class _CannotVerifyError(Exception):
     """A reason for which a step is not compared with one device, known before it runs."""
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    return tf.norm(tf.cast(tensor, tf.float64))
+def _norm(variable: Tensor) -> Tensor:
+    """Returns the norm, of a piece at a time: in float64 all of it takes twice its memory."""
+    value = tf.convert_to_tensor(variable)
+    squares = tf.zeros([], tf.float64)
+    with tf.device(value.device):
+        elements = tf.reshape(value, [-1])
+        for begin in range(0, int(tf.size(elements)), _PIECE):
+            piece = tf.cast(elements[begin : begin + _PIECE], tf.float64)
+            squares += tf.reduce_sum(tf.square(piece))
+        return tf.sqrt(squares)
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:

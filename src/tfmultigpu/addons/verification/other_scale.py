@@ -1,0 +1,36 @@
+"""A gradient as it is, but rounded otherwise, which shows how much of a difference is rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfmultigpu.steps.features import Feature
+
+# None, then no powers of two, by which nothing would be rounded otherwise; below 1, so that float16
+# overflows no sooner.
+_FACTORS = 1.0, 0.73, 0.61
+
+
+class OtherScale(Feature):
+    """Multiplies the loss; the step divides the gradient by the same factor.
+
+    Where many equal numbers are added, as of an average over an image, each addition rounds in the
+    same direction. Weights that are moved by one rounding change little of that, another scale
+    does.
+    """
+
+    def __init__(self) -> None:
+        """Begins without another scale."""
+        self._factor = tf.Variable(tf.ones([]), trainable=False)
+
+    def scales(self) -> Iterator[float]:
+        """Sets one factor after the other, and yields it."""
+        for factor in _FACTORS:
+            self._factor.assign(factor)
+            yield factor
+
+    def loss_factor(self) -> tf.Tensor:
+        """Returns the factor."""
+        return tf.convert_to_tensor(self._factor)
