@@ -72,7 +72,7 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
     for ours, theirs in zip(cut_values, values, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert len(next(iterator)[0]["x"]) == sizes[12 % 5]
-    assert len(step.runner._loops) == 1
+    assert len(step.runner.traces.now.loops) == 1
     # Where the data ends in the middle of a call, nothing more is asked for.
     asked.clear()
     assert int(cut(iter([9]), iter(passes), 100)[0]["steps"]) == 5

@@ -7,11 +7,10 @@ and the sums of an epoch are views of the tallies.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -28,14 +27,13 @@ from tfmultigpu.steps.graph_loop import loop_over
 from tfmultigpu.steps.kept_batch import KeptBatch
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
-from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
+from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
+from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Scalar, Shard, Tensor
 
-# Of an element of data to shards and offsets.
-Split = Callable[[Any], tuple[list[Any], Any]]
 _ANY_SHAPE: Any = None  # Of a tally, whose vectors are scalars of no step.
 
 
@@ -77,34 +75,12 @@ class Computation(Protocol):
         """Returns a call with what watches it; ``call`` itself if nothing does."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """A compiled loop over batches.
-
-    Attributes:
-        kind: The kind of its iterator.
-        split: What cuts an element of it.
-        run: The function.
-        most: The most steps of one call.
-        kept: The batch that it computes, if one trace serves all replicas, whose error may be
-            lost; nothing otherwise.
-    """
-
-    kind: Any
-    split: Split
-    run: Any
-    most: float
-    kept: list[KeptBatch]
-
-
 class Runner:
     """Runs a computation on batches.
 
     Attributes:
         computation: What it runs.
-        layouts: What the numbers of each tally are; known once traced.
-        function: The traces for what is trained and synchronized now.
-        functions: The same for each key of the computation so far.
+        traces: What it has traced, for each key of the computation.
         touched: The state that its traces change, and the variables that they use.
         locks: The locks of what a call changes, which it holds: threads take turns.
     """
@@ -114,30 +90,29 @@ class Runner:
         self.locks = sorted([threading.RLock(), *locks], key=id)
         self._retraces = Retraces()
         self.computation, self.strategy = computation, computation.strategy
-        self.layouts: Mapping[str, Layout] = {}
-        self.functions: dict[Hashable, BatchFunction] = {}
-        self.function: BatchFunction = BatchFunction(self._trace, self.strategy)
-        self._loops: list[_Loop] = []
-        self._length = CallLength(self.strategy)
-        self._key: Hashable = None
+        self.traces = TraceCache(lambda: BatchFunction(self._trace, self.strategy))
         self.touched = Touched()
-        self._traces: dict[Hashable, Trace] = {}
+        self._length = CallLength(self.strategy)
         self._is_inside, self._why_each = False, ""
 
     @property
     def trace(self) -> Trace:
         """The last trace for what is trained and synchronized now."""
-        return self._traces.get(self._key, Trace())
+        return self.traces.now.trace
+
+    @property
+    def function(self) -> BatchFunction:
+        """The function of one batch for what is trained and synchronized now."""
+        return self.traces.now.function
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Prepares the computation, if what a trace depends on has changed; before each step."""
-        if self._key is not None and self.computation.key() == self._key:
+        current = self.traces.key
+        if current is not None and self.computation.key() == current:
             return
         if self.computation.prepare(spec):
-            self.functions, self._loops, self._traces = {}, [], {}
-        self._key = self.computation.key()
-        new = BatchFunction(self._trace, self.strategy)
-        self.function = self.functions.setdefault(self._key, new)
+            self.traces.forget()
+        self.traces.turn_to(self.computation.key())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -154,17 +129,18 @@ class Runner:
         # Inside a function of the user nobody could ask a second time for an error that was lost.
         inside = "the step is part of a tf.function of the user's" if self._is_inside else ""
         why = self._why_each or inside
-        trace = self._traces[self._key] = Trace(why_each=why, logs_last=logs_last)
+        traced = self.traces.now
+        trace = traced.begin(why_each=why, logs_last=logs_last)
         with self.computation.around_trace(), self.touched.noting():
             result, tallies = self.computation.compute(shards, trace)
-        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
+        traced.note_layouts(tallies)
         return result, _vectors(tallies)
 
     def _tallies(self, vectors: Sequence[Any]) -> Tallies:
         """Returns the tallies that vectors belong to; compiled functions return vectors alone."""
-        turn = iter(vectors)
+        turn, layouts = iter(vectors), self.traces.now.layouts
         return {
-            name: Tally(self.layouts.get(name), next(turn), next(turn))
+            name: Tally(layouts.get(name), next(turn), next(turn))
             for name in self.computation.names
         }
 
@@ -202,8 +178,8 @@ class Runner:
     def _trace_for_each(self) -> None:
         """Has the function of a replica traced for each from now on."""
         self._why_each = "TensorFlow has lost the error of a replica"
-        self.functions, self._loops, self._traces = {}, [], {}
-        self.function = self.functions[self._key] = BatchFunction(self._trace, self.strategy)
+        self.traces.forget()
+        self.traces.turn_to(self.traces.key)
 
     # Many batches -------------------------------------------------------------------------------
 
@@ -227,11 +203,11 @@ class Runner:
     def _run_many(
         self, iterator: Any, steps: Scalar, *, logs_last: bool
     ) -> tuple[dict[str, Any], Tallies]:
-        source, kind, split = self._opened(iterator, steps)
+        source, elements, split = self._opened(iterator, steps)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         never_ends = isinstance(iterator, ShardIterator) and iterator.never_ends
-        kind = (self._key, (logs_last, never_ends), kind, tf.type_spec_from_value(source))
+        kind = LoopKind(tf.type_spec_from_value(source), elements, never_ends, logs_last)
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
         self._is_inside = tf.inside_function()
         if self._is_inside:
@@ -262,7 +238,7 @@ class Runner:
         return logs_of(done), done
 
     @contextmanager
-    def _finding_lost_errors(self, loop: _Loop) -> Iterator[None]:
+    def _finding_lost_errors(self, loop: Loop) -> Iterator[None]:
         """Computes the batch again of which TensorFlow has lost the error of a replica."""
         try:
             yield
@@ -321,16 +297,15 @@ class Runner:
             )
         return iterator.source, iterator.cut, iterator.cut.split
 
-    def _find(self, kind: Any, split: Split) -> _Loop:
+    def _find(self, kind: LoopKind, split: Split) -> Loop:
         """Returns the compiled loop for a kind of iterator."""
-        for known in self._loops:  # Specs of dicts compare but do not hash.
-            if known.kind == kind:
-                return known
+        if (found := self.traces.now.loop_for(kind)) is not None:
+            return found
         kept: list[KeptBatch] = []
         count = tf.TensorSpec([], tf.int64)
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        compiled = self._compile(split, kept, *kind[1])
-        run = compiled.get_concrete_function(kind[-1], count, *vectors)
+        compiled = self._compile(kind, split, kept)
+        run = compiled.get_concrete_function(kind.source, count, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         most = math.inf
@@ -338,14 +313,13 @@ class Runner:
             functions = run.graph.as_graph_def().library.function
             if any(GATHERED in node.name for body in functions for node in body.node_def):
                 most = 1
-        self._loops.append(_Loop(kind, split, run, most, kept))
-        return self._loops[-1]
+        loop = Loop(kind, split, run, most, kept)
+        self.traces.now.loops.append(loop)
+        return loop
 
-    def _compile(
-        self, split: Split, keeps: list[KeptBatch], logs_last: bool, never_ends: bool
-    ) -> Any:
+    def _compile(self, kind: LoopKind, split: Split, keeps: list[KeptBatch]) -> Any:
         def trace(shards: Shards) -> tuple[Tensor, ...]:
-            return self._trace(shards, logs_last=logs_last)[1]
+            return self._trace(shards, logs_last=kind.logs_last)[1]
 
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
             kept = KeptBatch(element)
@@ -357,9 +331,9 @@ class Runner:
             return vectors
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
-            vectors = loop_over(source, steps, step, vectors, never_ends=never_ends)
+            vectors = loop_over(source, steps, step, vectors, never_ends=kind.never_ends)
             logs = logs_of(self._tallies(vectors))
-            return (logs if logs_last else {"steps": logs["steps"]}), vectors
+            return (logs if kind.logs_last else {"steps": logs["steps"]}), vectors
 
         return tf.function(run, autograph=False)
 

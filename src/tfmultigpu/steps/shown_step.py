@@ -41,7 +41,7 @@ def shown_step(
 
 def has_run(runner: Runner) -> bool:
     """Returns whether a runner has computed a batch, or has at least traced one."""
-    return bool(runner.functions)
+    return len(runner.traces) > 0
 
 
 def shown_loss(forward: Forward) -> str:

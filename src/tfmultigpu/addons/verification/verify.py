@@ -75,7 +75,7 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        kinds = len(self._step.runner.functions)
+        kinds = len(self._step.runner.traces)
         if kinds > self._kinds:  # Frozen layers, or synchronized.
             self._kinds, self._due = kinds, True
             self.verification = self._later = None
