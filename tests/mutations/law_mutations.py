@@ -157,16 +157,16 @@ LAW = (
     broken(
         "whether gradients are finite is read from replica 0",
         "        passes = for_all_replicas(self, replica)(shards, trace)\n        sums",
-        "        passes = for_all_replicas(self, replica)(shards, trace)\n        trace.one = passes[0].addends[:-1]\n        sums",
+        "        passes = for_all_replicas(self, replica)(shards, trace)\n        self.one = passes[0].addends[:-1]\n        sums",
         f"{SKIP}[dynamic, N=3]",
         also=(
             (
                 "        gradient = gradient.forbidden_too_by(before)\n",
-                "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(trace.one))\n",
+                "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(step.one))\n",
             ),
             (
-                "import global_norm, scaled, sum_dtype\n",
-                "import all_finite, global_norm, scaled, sum_dtype\n",
+                "import global_norm, sum_dtype\n",
+                "import all_finite, global_norm, sum_dtype\n",
             ),
         ),
     ),

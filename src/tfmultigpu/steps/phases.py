@@ -17,7 +17,6 @@ if it has fewer rows than replicas, each has all of them, and each row counts 1 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import global_norm, scaled, sum_dtype
+from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
@@ -37,8 +36,9 @@ from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
+from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import as_tensor, is_list, joined, row_list, unique
+from tfmultigpu.strategies.row_lists import as_tensor, is_list, row_list
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
@@ -155,14 +155,8 @@ def _backward(
             elif is_list(gradient) and is_table(value):
                 gradients.append(row_list(gradient, value.shape, sum_dtype(gradient.dtype)))
             else:
-                gradients.append(_dense(gradient, value.shape))
+                gradients.append(dense(gradient, value.shape))
     return tuple(gradients)
-
-
-def _dense(gradient: Any, shape: Any) -> tf.Tensor:
-    tensor = as_tensor(gradient, shape)  # Rows of an embedding are summed into place.
-    wide: tf.Tensor = tf.cast(tensor, sum_dtype(tensor.dtype))
-    return wide
 
 
 # Once, for all replicas ---------------------------------------------------------------------------
@@ -182,47 +176,6 @@ def add_over_replicas(step: Training, passes: Sequence[Pass], trace: Trace) -> l
         addends.append([*existing, one.stats])
     trained = step.variables
     return step.update.add(addends, [trained[number] for _, number in trace.places])
-
-
-@dataclasses.dataclass
-class _Trained:
-    """A trained variable, on the way from the sums of its gradients to its gradient.
-
-    Attributes:
-        variable: The Keras variable.
-        sums: The number of each target that has a gradient for it, with the sum of that.
-        assigned: The value that a layer assigns to it in this step, as SpectralNormalization does.
-        penalty: The gradient of its regularizer, or None.
-        gradient: The gradient of the global batch, at least float32, or None.
-    """
-
-    variable: KerasVariable
-    sums: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
-    assigned: Any = None
-    penalty: Scalar = None
-    gradient: Any = None
-
-    def penalize(self, gradient: Tensor) -> None:
-        """Keeps the gradient of the regularizer; None if the penalty has none."""
-        if gradient is not None:
-            self.penalty = _dense(gradient, self.variable.shape)
-
-    def finish(self, corrections: Sequence[Scalar]) -> None:
-        """Makes the gradient: the penalty, and the sum of each target, corrected."""
-        total = self.penalty
-        for target, gradient_sum in self.sums:
-            part = tf.identity(gradient_sum)
-            if (correction := corrections[target]) is not None:
-                part = scaled(part, correction)
-            if total is None:
-                total = part
-            elif is_list(part):
-                total = joined([total, part])
-            else:
-                total += part
-        if is_list(total):
-            total = unique(total)
-        self.gradient = total
 
 
 def divide(
@@ -267,7 +220,7 @@ def _divide_here(
     factor: Scalar,
     assigned: Sequence[Any],
 ) -> tuple[Gradient, tuple[Any, Any]]:
-    """Divides, regularises, and has the features change the gradient.
+    """Divides where the sums are, by the functions below in their order.
 
     Returns:
         The gradient, whose ``variables`` are left out: ``strategy.run`` returns tensors only. Then
@@ -278,37 +231,13 @@ def _divide_here(
     *gradient_sums, stats = sums
     sums_of_losses, weights = layout.unstack(stats)
 
-    trained: list[_Trained] = []
-    for variable, value in zip(step.variables, assigned, strict=True):
-        trained.append(_Trained(variable, assigned=value))
-    for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
-        trained[number].sums.append((target, gradient_sum))
-    for each in trained:
-        _settle_lists(step, each)
-
-    # Regularise, once. The penalties of variables that are not trained here are in the loss too.
+    trained = _collect(step, trace, gradient_sums, assigned)
+    _settle_lists(step, trained)
     penalty = _regularize(step, trained)
-
-    # Divide. What the loss was multiplied by is taken out as well.
-    corrections = layout.corrections(trace.targets, weights, total)
-    if factor is not None:
-        for target, correction in enumerate(corrections):
-            wide = 1.0 if correction is None else tf.cast(correction, tf.float32)
-            corrections[target] = wide / factor
-    for each in trained:
-        with step.update.at(each.variable):
-            each.finish(corrections)
-    check_gradients([each.variable for each in trained], [each.gradient for each in trained])
-
-    # Features see the gradient of the global batch, and decide about the update.
-    updated = [each for each in trained if each.gradient is not None]
-    trace.note_updated([each.variable for each in updated])
-    tensors = tuple(each.gradient for each in updated)
-    norm = global_norm(tensors)
-    gradient = Gradient(tensors, norm, None, trace.updated)
-    for feature in step.features:
-        before, gradient = gradient, feature.on_gradient(gradient)
-        gradient = gradient.forbidden_too_by(before)
+    _correct(step, trained, _corrections(trace, weights, total, factor))
+    gradient = _gradient_of(trained, trace)
+    norm = gradient.norm  # Features may clip the gradient.
+    gradient = _ask_features(step, gradient)
 
     # The numbers of this step, for the logs.
     skipped = 0.0 if gradient.valid is None else ~gradient.valid
@@ -316,56 +245,98 @@ def _divide_here(
     tally = Tally.of_step(
         layout, sums_of_losses, weights, penalty, total, skipped=skipped, last=last
     )
-    pairs = zip(gradient.tensors, trace.updated, strict=True)
-    tensors = tuple(_for_update(step, *pair) for pair in pairs)
-    return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
+    return _for_optimizer(step, gradient, trace), (tally.sums, tally.last)
 
 
-def _settle_lists(step: Training, trained: _Trained) -> None:
+def _collect(
+    step: Training, trace: Trace, gradient_sums: Sequence[Tensor], assigned: Sequence[Any]
+) -> list[Trained]:
+    """Returns each trained variable with the sums of its gradients: one for each target."""
+    trained: list[Trained] = []
+    for variable, value in zip(step.variables, assigned, strict=True):
+        trained.append(Trained(variable, assigned=value))
+    for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
+        trained[number].sums.append((target, gradient_sum))
+    return trained
+
+
+def _settle_lists(step: Training, trained: Sequence[Trained]) -> None:
     """Makes the lists of a table dense, if something needs all of its rows before the update."""
-    variable = trained.variable
-    lists = [is_list(gradient_sum) for _, gradient_sum in trained.sums]
-    is_alone = trained.assigned is None and getattr(variable, "regularizer", None) is None
-    if not any(lists) or (all(lists) and is_alone and keeps_lists(step.features)):
-        return
-    with step.update.at(variable):
-        for place, (target, gradient_sum) in enumerate(trained.sums):
-            trained.sums[place] = target, as_tensor(gradient_sum, variable.shape)
+    keeps = keeps_lists(step.features)
+    for each in trained:
+        if each.has_lists and (each.needs_all_rows or not keeps):
+            with step.update.at(each.variable):
+                each.make_dense()
 
 
-def _for_update(step: Training, gradient: Any, variable: KerasVariable) -> Any:
-    """Returns a gradient as the optimizer takes it: of its dtype, and no list for all rows."""
-    if is_list(gradient) and not step.update.takes_rows(variable):
-        with step.update.at(variable):
-            gradient = as_tensor(gradient, variable.shape)
-    return tf.cast(gradient, variable.dtype)
+def _regularize(step: Training, trained: Sequence[Trained]) -> Any:
+    """Gives each variable the gradient of its penalty, and returns all penalties together.
 
-
-def keeps_lists(features: Sequence[Feature]) -> bool:
-    """Returns whether no feature asks for a gradient as a tensor of the shape of its variable."""
-    for feature in features:
-        kind = type(feature)
-        sees = kind.on_gradient is not Feature.on_gradient
-        sees = sees or kind.after_update is not Feature.after_update
-        if sees and not feature.takes_lists:
-            return False
-    return True
-
-
-def _regularize(step: Training, trained: Sequence[_Trained]) -> Any:
-    """Gives each variable the gradient of its penalty, and returns all penalties together."""
+    Penalties of variables that this step does not train are in the loss too.
+    """
     total: Scalar = tf.zeros([])
     known = {id(each.variable): each for each in trained}
     trainable = units_of(step.forward.model.trainable_variables)
     others = [variable for variable in trainable if id(variable) not in known]
     for variable in (*(each.variable for each in trained), *others):
-        each = known.get(id(variable), _Trained(variable))
+        each = known.get(id(variable), Trained(variable))
         with step.update.at(variable):
             if (found := penalty_of(variable, each.assigned)) is not None:
                 penalty, gradient = found
                 each.penalize(gradient)
                 total += penalty
     return total
+
+
+def _corrections(
+    trace: Trace, weights: Sequence[Tensor], total: Scalar, factor: Scalar
+) -> list[Scalar]:
+    """Returns what the sum of each target is multiplied by: the last division; None for 1."""
+    layout = trace.layout
+    assert layout is not None
+    corrections = layout.corrections(trace.targets, weights, total)
+    # What the loss was multiplied by is taken out as well.
+    if factor is not None:
+        for target, correction in enumerate(corrections):
+            wide = 1.0 if correction is None else tf.cast(correction, tf.float32)
+            corrections[target] = wide / factor
+    return corrections
+
+
+def _correct(step: Training, trained: Sequence[Trained], corrections: Sequence[Scalar]) -> None:
+    """Makes the gradient of each variable, and checks that one reaches it."""
+    for each in trained:
+        with step.update.at(each.variable):
+            each.finish(corrections)
+    check_gradients([each.variable for each in trained], [each.gradient for each in trained])
+
+
+def _gradient_of(trained: Sequence[Trained], trace: Trace) -> Gradient:
+    """Returns the gradient of the global batch: of the variables that one reaches."""
+    updated = [each for each in trained if each.gradient is not None]
+    trace.note_updated([each.variable for each in updated])
+    tensors = tuple(each.gradient for each in updated)
+    norm = global_norm(tensors)
+    return Gradient(tensors, norm, None, trace.updated)
+
+
+def _ask_features(step: Training, gradient: Gradient) -> Gradient:
+    """Has features change the gradient of the global batch, and decide about the update."""
+    for feature in step.features:
+        before, gradient = gradient, feature.on_gradient(gradient)
+        gradient = gradient.forbidden_too_by(before)
+    return gradient
+
+
+def _for_optimizer(step: Training, gradient: Gradient, trace: Trace) -> Gradient:
+    """Returns the gradient as the optimizer takes it: of its dtype, and no list for all rows."""
+    tensors: list[Tensor] = []
+    for tensor, variable in zip(gradient.tensors, trace.updated, strict=True):
+        if is_list(tensor) and not step.update.takes_rows(variable):
+            with step.update.at(variable):
+                tensor = as_tensor(tensor, variable.shape)
+        tensors.append(tf.cast(tensor, variable.dtype))
+    return gradient._replace(tensors=tuple(tensors), variables=())
 
 
 # Assignments --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfmultigpu.lists import names_of, present
 from tfmultigpu.steps.objective import Forward
-from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import ModelStep
 from tfmultigpu.strategies.topology import describe
 
@@ -34,14 +33,9 @@ def shown_step(
     """
     kind = type(step).__name__
     status = "not called yet" if step.verification is None else _OUTCOMES[step.verification.outcome]
-    if step.verification is None and has_run(step.runner):
+    if step.verification is None and len(step.runner.traces):
         status = "not compared with one device"
     return f"<{kind} of {model!r}: {', '.join([*does, describe(strategy)])}; {status}>"
-
-
-def has_run(runner: Runner) -> bool:
-    """Returns whether a runner has computed a batch, or has at least traced one."""
-    return len(runner.traces) > 0
 
 
 def shown_loss(forward: Forward) -> str:

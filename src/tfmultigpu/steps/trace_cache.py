@@ -7,13 +7,11 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import tensorflow as tf
-
 from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.kept_batch import KeptBatch
 from tfmultigpu.steps.tally import Layout, Tallies
 from tfmultigpu.steps.values import Trace
-from tfmultigpu.types import Nested, Tensor
+from tfmultigpu.types import BatchSpec, Nested, Tensor
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Nested], Tensor]]
@@ -30,7 +28,7 @@ class LoopKind:
         logs_last: Whether all logs of the last step are computed.
     """
 
-    source: tf.TypeSpec
+    source: BatchSpec
     elements: Any
     never_ends: bool
     logs_last: bool
