@@ -150,7 +150,7 @@ def keras_rich_training() -> Any:
 # Fails if a batch, a row, an output or a validation weighs otherwise than on one device, if an
 # epoch of History is a mean of means, if validation comes before the last step, if a hook is
 # called once too often or with other logs, or if a second fit begins anew.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_a_rich_training_with_callbacks_is_that_of_keras(replicas: int) -> None:
     expected, calls, values = keras_rich_training()
     keras.utils.set_random_seed(5)
@@ -204,7 +204,7 @@ CLASS_WEIGHT = {0: 1.0, 1: 5.0, 2: 0.0}
 
 # Fails if a class weight is lost, if an epoch of three batches begins a new pass, or if steps of
 # one call are left out, run twice or are missing in the logs.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_class_weights_epochs_across_passes_and_several_steps_a_call(replicas: int) -> None:
     models = []
     for strategy in (tf.distribute.get_strategy(), strategy_of(replicas)):
@@ -248,7 +248,7 @@ def assert_same_fit(model: Any, truth: Any, history: Any, expected: Any) -> None
 # Fails if arrays are cut, split, weighed or ordered otherwise than by Keras, if a validation comes
 # in another epoch, is longer or is weighed by classes, if weights of an earlier fit are kept, or if
 # the averages of the optimizer are not the weights at the end.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_arrays_weights_and_validations_are_those_of_keras(replicas: int) -> None:
     models, histories = [], []
     plans: list[dict[str, Any]] = [

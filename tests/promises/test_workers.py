@@ -174,6 +174,7 @@ def test_a_wrong_configuration_is_named() -> None:
 
 
 # Fails if the launcher takes models that never met for one training.
+@pytest.mark.more
 def test_the_launcher_tells_that_a_script_never_joined(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text("import tensorflow as tf\nimport tfmultigpu\nprint(tf.constant(1) + 1)\n")

@@ -11,7 +11,7 @@ from law.model import batches_of
 from law.pair import Row, dataset_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import batches as batches_module, call_lengths
+from tfmultigpu.steps import batches as batches_module, call_lengths, runner
 from tfmultigpu.steps.batches import BatchFunction
 
 
@@ -45,6 +45,30 @@ def test_the_first_number_of_rows_is_kept_on_one_gpu(monkeypatch: pytest.MonkeyP
     for batch in ((tf.ones([4, 2]), tf.ones([3])), tf.ones([0, 2])):
         with pytest.raises(tmg.errors.DataError, match=r"differ in their number of rows|no rows"):
             seen_by(batch)
+
+
+# Fails if a step that takes long is compiled once more in a loop, or ends with other bits there, or
+# if one that nothing watches is not compiled in a loop at once.
+@pytest.mark.parametrize(("verify", "long", "loops"), [("first", 1e-9, 0), ("first", 1e9, 1),
+                                                        (False, 1e-9, 1)])  # fmt: skip
+def test_a_step_that_takes_long_has_no_loop(
+    monkeypatch: pytest.MonkeyPatch, verify: Any, long: float, loops: int
+) -> None:
+    monkeypatch.setattr(runner, "LONG", long)
+    pair = Row(2, norm=True, options=(("verify", verify),)).pair()
+    batches = batches_of((8, 6, 1, 5, 4))
+    iterator = iter(dataset_of(lambda: batches, batches[0]))
+    logs = pair.step.run(iterator, 3), pair.step.run(iterator, 9)
+    assert [int(each["steps"]) for each in logs] == [3, 2]
+    assert len(pair.step.runner.traces.now.loops) == loops
+    pair.reset()
+    for shards in dataset_of(lambda: batches, batches[0]):
+        pair.step(shards)
+    again = pair.ours.values()
+    pair.reset()
+    pair.step.run(iter(dataset_of(lambda: batches, batches[0])), 5)
+    for ours, theirs in zip(pair.ours.values(), again, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 # Fails if a cut call is not, to the bit, one call, is traced anew, or takes a batch too many.

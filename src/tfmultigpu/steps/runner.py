@@ -34,6 +34,7 @@ from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Scalar, Shard, Tensor
 
+LONG = 0.03  # Seconds of a step from which Python between steps is less than a fiftieth of it.
 _ANY_SHAPE: Any = None  # Of a tally, whose vectors are scalars of no step.
 
 
@@ -218,9 +219,13 @@ class Runner:
 
         ran = 0
         while ran < steps:
-            if self.watches and (batch := self._next_batch(source, split)) is not None:
-                done, ran = add(done, self.call(batch)[1]), ran + 1
-                continue
+            if self.watches or self._is_long():
+                batch = self._next_batch(source, split)
+                if batch is not None:
+                    done, ran = add(done, self._call_in_turn(batch)), ran + 1
+                    continue
+                if ran:
+                    break
             with explaining_failures(self.strategy):
                 loop = self._find(kind, split)
             # Ctrl-C is heard between calls.
@@ -236,6 +241,25 @@ class Runner:
             if ran - before < asked:
                 return dict(logs), done
         return logs_of(done), done
+
+    def _call_in_turn(self, batch: Batch) -> Tallies:
+        """Computes one of many batches by itself, and notes how long a step takes."""
+        traced, watches = self.traces.now, self.watches
+        began = time.perf_counter()
+        tallies: Tallies = self.call(batch)[1]
+        # What is watched takes longer than later steps will.
+        traced.seconds = math.inf if watches else time.perf_counter() - began
+        return tallies
+
+    def _is_long(self) -> bool:
+        """Returns whether a step takes so long that a compiled loop would save nothing.
+
+        To compile one takes as long as the first step, whose own function is there if that was
+        watched. On a GPU a call does not wait for its step, so steps are short. Workers cannot
+        measure alike, and compile a loop.
+        """
+        one_process = len(local_replicas(self.strategy)) == self.strategy.num_replicas_in_sync
+        return one_process and self.traces.now.seconds >= LONG
 
     @contextmanager
     def _finding_lost_errors(self, loop: Loop) -> Iterator[None]:

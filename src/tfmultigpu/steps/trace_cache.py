@@ -63,12 +63,15 @@ class Traced:
         loops: The compiled loops over many batches.
         trace: What the last trace of any of them found.
         layouts: What the numbers of each tally are, by the name of the tally.
+        seconds: What a step took that was called by itself among many; infinite if it was watched,
+            which says that its function is there, and not how long a step takes.
     """
 
     function: BatchFunction
     loops: list[Loop] = dataclasses.field(default_factory=list)
     trace: Trace = dataclasses.field(default_factory=Trace)
     layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
 
     def begin(self, *, why_each: str, logs_last: bool) -> Trace:
         """Returns a new trace, in the place of the last one."""
