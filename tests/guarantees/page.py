@@ -36,8 +36,8 @@ and with this library: is the result what one device gives on the same global ba
 | plain TensorFlow and Keras | {plain} |
 | tfmultigpu | {ours} |
 
-Where this library raises an error, the reason is below the table. The next table counts the
-cases with the result of one device, by subject:
+If this library warns or raises an error, the reason is below the table with the case. By subject,
+this many cases give the result of one device:
 
 | subject | cases | plain TensorFlow and Keras | tfmultigpu |
 |---|---:|---:|---:|
@@ -47,19 +47,17 @@ cases with the result of one device, by subject:
 
 Both columns were measured in the same run, with TensorFlow {tensorflow} and Keras {keras} on
 virtual CPUs, on two replicas unless a line says otherwise. Nothing was written by hand.
+`nox -s versions` measures both columns again, and `{command}` makes the page anew.
 
-- **same** means within the tolerance: 1e-6 in every weight, unless a note below the table says
-  otherwise. The number is the largest difference that was measured.
-- A **number** alone is how far the result is from the right one: the largest difference of any
-  weight on any replica after a few steps, or a count of what is wrong. No error was raised.
-- The right column is `make_train_step` over `distribute_dataset` where a line names nothing else.
-- Lines where plain code is right today are in the table too: they must stay right.
+| the cell | means |
+|---|---|
+| same (number) | equal within the tolerance: 1e-6 in every weight, or the tolerance in the cell. \
+The number is the largest difference that was measured |
+| **number** | the distance from the right result, without an error: the largest difference of a \
+weight on any replica after a few steps, or a count of what is wrong |
 
-`nox -s versions` measures both columns again. This makes the page anew:
-
-```sh
-{command}
-```
+The right column is `make_train_step` over `distribute_dataset` unless the case names something
+else.
 """
 
 KIND_TITLES = {
