@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 
 class TfMultiGpuError(Exception):
-    """Base class of every error of the library, and the error itself if no other fits.
+    """Base class of every error of the library, and the error itself if no other class fits.
 
-    Its arguments are its fields, by position: ``TfMultiGpuError(what, received, write)``. An error
-    that left a ``tf.function`` has its whole text in ``what``: AutoGraph makes it anew from that.
+    Its arguments are its fields, by position: ``TfMultiGpuError(what, received, write)``. After an
+    error has left a ``tf.function``, ``what`` has the whole text, because AutoGraph makes the error
+    anew from it.
     """
 
     if TYPE_CHECKING:

@@ -34,8 +34,8 @@ class GradientAccumulator:
 
     ``add`` takes gradients of loss *sums*, with the weights that divide them. ``reduce`` returns
     the gradient of the mean over the whole window, however short. Sums are kept in at least
-    float32. Save checkpoints between windows: TensorFlow restores sums evenly spread over the
-    replicas.
+    float32. Save checkpoints between windows, because TensorFlow spreads a restored sum evenly over
+    the replicas.
 
     Attributes:
         variables: The variables that the gradients are for, in order.
@@ -94,13 +94,13 @@ class GradientAccumulator:
 
         Args:
             gradients: Gradients of the *sum* of losses, one per variable; None counts as zero.
-            weight: The ``LossSum`` whose ``sum``, or ``scale_loss`` of it, was differentiated; or
-                the weight of that pair, a scalar, by which the sum is to be divided.
+            weight: The ``LossSum`` that was differentiated, by its ``sum`` or by ``scale_loss``; or
+                its weight, a scalar, which will divide the sum.
 
         Raises:
-            TfMultiGpuError: There is another number of gradients than of variables; it is called
-                outside a replica; only some of the losses have ``reduction="sum"``; or it was
-                created under another strategy.
+            TfMultiGpuError: The number of gradients is not the number of variables; the call is
+                outside a replica; only some of the losses have ``reduction="sum"``; or the
+                accumulator was created under another strategy.
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
@@ -134,14 +134,15 @@ class GradientAccumulator:
         """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
 
         Returns:
-            Gradients already divided by the weight (0 if that is 0), in the variables' dtypes, but
-            float32 for float16, which may not hold them before ``unscale``; and the weight of the
-            window, a scalar of at least float32. The gradient of a large table to which lists were
-            added alone is the list of its unique rows, a ``tf.IndexedSlices``.
+            The gradients, divided by the weight (0 if the weight is 0), and the weight of the
+            window, a scalar of at least float32. Gradients have the variables' dtypes; for float16
+            they are float32, because float16 may not hold them before ``unscale``. If only lists
+            were added for a large table, its gradient is a list of unique rows, a
+            ``tf.IndexedSlices``.
 
         Raises:
-            TfMultiGpuError: It is called inside ``strategy.run``, or was created under another
-                strategy.
+            TfMultiGpuError: The call is inside ``strategy.run``, or the accumulator was created
+                under another strategy.
         """
         if self._context() is not None:
             check_reduced("reduce")

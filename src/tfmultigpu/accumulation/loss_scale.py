@@ -94,8 +94,8 @@ class LossScale:
         """Returns what to differentiate: the scale times a mean, so that float16 can hold it.
 
         Scale the pair of ``loss_sum``, and add its gradient with the same pair:
-        ``window.add(gradients, pair)`` makes it the gradient of the sum again. A sum is as many
-        times larger than a mean as there are rows, so it overflows that much sooner.
+        ``window.add(gradients, pair)`` makes it the gradient of the sum again. A sum is larger than
+        a mean by the number of rows, so it overflows much sooner.
 
         Args:
             loss: A ``LossSum``; or a mean, a scalar of any float dtype, which is multiplied.

@@ -41,7 +41,7 @@ class LossSum(NamedTuple):
 
     Example:
         >>> import tfmultigpu as tmg
-        >>> tmg.LossSum(sum=6.0, weight=3.0)  # A ``forward`` of one's own may return this.
+        >>> tmg.LossSum(sum=6.0, weight=3.0)  # A ``forward`` may return this.
         LossSum(sum=6, weight=3)
     """
 

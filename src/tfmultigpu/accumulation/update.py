@@ -105,8 +105,8 @@ def apply_reduced_gradients(
 ) -> None:
     """Updates variables from gradients of the global batch; called once, outside of replicas.
 
-    ``optimizer.apply`` of Keras would add them over the replicas once more. Clipping set on the
-    optimizer, weight decay, schedules, constraints and moving averages act as on one device.
+    Keras' ``optimizer.apply`` would add the gradients over the replicas once more. Clipping set on
+    the optimizer, weight decay, schedules, constraints and moving averages act as on one device.
 
     Args:
         optimizer: A Keras optimizer. If it is not built, it is built for these variables.

@@ -53,9 +53,9 @@ def distribute_dataset(
     """Cuts each global batch of a dataset into one shard per replica.
 
     Each example of a global batch is on exactly one replica, in the partial last batch too. No
-    shard is empty, except in a batch with fewer examples than replicas. Of such a batch a loop of
-    your own sees one example on each of the first replicas and none on the others, as TensorFlow
-    cuts. The steps of this library compute it whole on every replica, and count each example once.
+    shard is empty, except in a batch with fewer examples than replicas. A loop of your own gets one
+    example of such a batch on each of the first replicas and none on the others, as in TensorFlow.
+    The steps of this library compute the whole batch on every replica, and count each example once.
 
     Several workers run the same pipeline, and each takes its examples of each batch. So the dataset
     must yield the same batches on all of them: give ``shuffle`` a seed. Workers compare them.
@@ -71,18 +71,18 @@ def distribute_dataset(
         strategy: The strategy; None: ``tf.distribute.get_strategy()``.
         batch_size: Examples of a global batch, for arrays and ``preprocess`` only.
         shares: Relative share of each replica, such as ``(3, 1)`` or the result of ``plan_shares``.
-        small_batches: A batch with fewer examples than replicas, in a loop of your own:
+        small_batches: How a loop of your own gets a batch with fewer examples than replicas:
             ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
             as convolution and batch normalization. Every replica then holds all examples, and each
             counts ``row_weight(batch)``.
         prefetch_to_device: Whether to copy shards to the replicas ahead of time. None copies if a
-            replica is not on a CPU, but not finite data over several workers.
+            replica is not on a CPU, except finite data over several workers.
         preprocess: A function ``f(example)`` or ``f(example, seed)`` that makes an example ready,
             as in ``tf.data``'s ``map``. ``dataset`` then yields single examples that cost little (a
             number, a file name, a record). They are grouped into batches of ``batch_size``, and
             each process preprocesses only its own rows, in parallel. ``seed`` is an int64 tensor of
-            shape ``[2]`` for the ``stateless`` functions of TensorFlow. It follows from the seed of
-            the run and the numbers of the pass and of the row, on any number of replicas.
+            shape ``[2]`` for the ``stateless`` functions of TensorFlow. It depends only on the seed
+            of the run, the number of the pass and the number of the row.
         seed: The seed of the run for ``preprocess``. None: ``keras.utils.set_random_seed`` decides.
 
     Returns:

@@ -27,8 +27,8 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     """Lets GPUs allocate memory as they need it, instead of all of it at the start.
 
     Args:
-        devices: All visible GPUs, by name, because TensorFlow needs the same setting on all; `None`
-            takes them without naming them.
+        devices: The names of all visible GPUs, because TensorFlow needs the same setting on all;
+            `None` means all.
 
     Returns:
         The GPUs with memory growth; empty on a machine without GPUs.
@@ -122,8 +122,8 @@ def split_device(
     Args:
         device: A visible physical device, `"CPU:0"` or `"GPU:0"`.
         parts: Number of parts, at least 1.
-        memory: Bytes of each part of a GPU: one number, or one per part. `None` divides nine
-            tenths of the free memory, which needs the extra `nvml`. For a CPU `None`.
+        memory: Bytes of each part of a GPU: one number, or one per part. `None` divides nine tenths
+            of the free memory, which needs the extra `nvml`. It must be `None` for a CPU.
 
     Returns:
         The names of the parts. TensorFlow numbers the parts of `GPU:1` after the parts of `GPU:0`,

@@ -24,8 +24,8 @@ from tfmultigpu.types import Context, KerasMetric, KerasVariable, Tensor, Untype
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
     """Makes one step of several train steps, which take each batch in turn.
 
-    Each step sees the weights that the step before it has left. If a step raises, it has changed
-    nothing, and those before it in the chain have trained on the batch.
+    Each step sees the weights that the step before it has left. A step that raises an error has
+    changed nothing, but the steps before it have trained on the batch.
 
     Args:
         *steps: Steps of ``make_train_step`` for the same strategy, such as the steps of a

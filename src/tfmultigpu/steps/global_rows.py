@@ -41,9 +41,10 @@ def rows() -> Rows:
     given to ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
 
     Returns:
-        ``first``, ``count`` and ``total``, int64 scalars: the number of the first row, the rows
-        here, and the rows of the global batch. ``weight``, a float64 scalar: what each row counts,
-        1; or 1 / replicas, if each has all rows of a small batch (``small_batches="copy"``).
+        ``first``, ``count`` and ``total``, int64 scalars: the number of the first row of this
+        replica, the number of its rows, and the number of rows of the global batch. ``weight``, a
+        float64 scalar: what each row counts, which is 1, or 1 / replicas if every replica has all
+        rows of a small batch (``small_batches="copy"``).
 
     Raises:
         LossError: The batch is not known here.
@@ -68,7 +69,7 @@ def gather_rows(tensor: Tensor) -> Nested:
     The tensor is sent once forward and once backward, so gather embeddings or sums, not images.
 
     Args:
-        tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested
+        tensor: A tensor of numbers whose first axis is the rows of this replica, or a nested
             structure of such tensors.
 
     Returns:
@@ -77,7 +78,7 @@ def gather_rows(tensor: Tensor) -> Nested:
     Raises:
         LossError: The batch is not known, the step has micro-batches, or the tensor has other rows
             than the batch.
-        RuntimeError: TensorFlow's, in a ``tf.function``, ``tf.cond`` or loop inside the loss.
+        RuntimeError: The call is in a ``tf.function``, ``tf.cond`` or loop inside the loss.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg

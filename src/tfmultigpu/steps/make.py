@@ -68,15 +68,17 @@ def make_train_step(
         micro_batches: Into how many parts each replica's shard is cut, to save memory. Layers that
             look at a whole batch (BatchNormalization) or count calls see each part. If you give a
             number for each replica, all take the largest.
-        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say.
+        forward: ``f(model, batch, training) -> LossSum`` for a loss that needs more than labels and
+            predictions.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
         shard_update: Whether one replica updates each variable, keeps its optimizer state, and
-            copies it to the others: True, False, or ``"auto"``, if it is known to be faster.
+            copies it to the others: True, False, or ``"auto"``, which shards if that is known to be
+            faster.
         jit_compile: Compile forward and backward with XLA, anew for each size of a batch. Pass True
             on GPUs if all batches have one size and layers do many small operations; time a few
-            steps both ways. One device that is compiled likewise gives the same results.
+            steps both ways. One device that also compiles gives the same results.
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to compare a step with what one device computes on the same global batch, and
             warn about a difference: ``"first"`` (the first batch, and the first that does not
@@ -99,7 +101,7 @@ def make_train_step(
         ClusterError: Workers have different programs; here or at the first step.
 
     Warns:
-        ReplicaDependenceWarning: A verified step computed something else than one device does.
+        ReplicaDependenceWarning: A verified step computed another result than one device.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -179,7 +181,7 @@ def make_eval_step(
         ``logs = step.run(iterator, steps)``, whose loss is the mean over all rows seen.
 
     Raises:
-        ScopeError: Model or a metric was created outside the scope.
+        ScopeError: The model or a metric was created outside the scope.
         LossError: ``loss`` is None, or not one value per example.
 
     Example:

@@ -74,7 +74,7 @@ def create_strategy(
     """Creates the strategy for the devices of this machine.
 
     The order is: a TPU that answers; the workers of a cluster that the environment describes; all
-    GPUs, mirrored; one GPU; the CPU. ``prefer`` starts at a later one. Several logical CPUs are
+    GPUs, mirrored; one GPU; the CPU. ``prefer`` starts at a later place. Several logical CPUs are
     used only on request.
 
     Args:

@@ -161,7 +161,7 @@ class Checkpoints:
         return self._steps
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Yields the numbers of the remaining epochs; SIGTERM makes it save and exit with 143.
+        """Yields the numbers of the remaining epochs; after SIGTERM it saves and exits with 143.
 
         Args:
             epochs: The epochs of the whole run, including those before a restart.

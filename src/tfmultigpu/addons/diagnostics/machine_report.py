@@ -12,7 +12,7 @@ def doctor() -> Report:
     """Reports why TensorFlow uses one GPU or none here, and which line to change.
 
     Starts no device and changes nothing. Leaves out addresses and paths, so that you can paste the
-    report into an issue. Dials an address in ``TPU_NAME`` once, for four seconds at most.
+    report into an issue. Connects once to an address in ``TPU_NAME``, for four seconds at most.
     ``python -m tfmultigpu doctor`` prints the report.
 
     Returns:

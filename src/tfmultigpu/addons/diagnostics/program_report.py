@@ -57,17 +57,17 @@ def explain(
     """Reports why a program uses one device, with the line to change.
 
     Checks the machine, the strategy, the placement of variables, the optimizer and the first batch.
-    Trains nothing and changes no variable. A one-shot generator lacks its first batch afterwards.
+    Trains nothing and changes no variable. A one-shot generator loses its first batch.
 
     Args:
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
             models, optimizers and strategy. If the step has run once, the report also names the
             variables on one device that each replica copies in each step.
-        optimizer: Its optimizer; None takes the compiled one.
+        optimizer: Its optimizer; None takes the optimizer of ``model.compile``.
         dataset: A ``tf.data.Dataset`` of global batches, or the result of ``distribute_dataset``;
             other data is not read.
-        strategy: The strategy; None takes the current one, the model's, or one of
-            ``create_strategy`` that exists.
+        strategy: The strategy; None takes the current strategy, the model's, or an existing one of
+            ``create_strategy``.
 
     Returns:
         The report: findings, the most serious first, then the facts behind them.

@@ -57,7 +57,7 @@ def evaluate(
 ) -> Nested:
     """Computes loss and metrics of a compiled model, exactly, over every example.
 
-    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    Runs on the strategy in whose scope the model was created, or else on one device. All workers
     must call it, and all get the result.
 
     Args:
@@ -76,8 +76,9 @@ def evaluate(
 
     Returns:
         ``"loss"``, the loss of each output if there are several, and the metrics, with the names of
-        ``model.evaluate(return_dict=True)``. Values are floats, or arrays if a metric is one. Each
-        loss is its sum over all data, divided once, as if the data were one batch.
+        ``model.evaluate(return_dict=True)``. Values are floats, or arrays if the result of a metric
+        is an array. Each loss is its sum over all data, divided once, as if the data were one
+        batch.
 
     Raises:
         LossError: The model is not compiled; it replaces ``test_step`` or another method that

@@ -50,7 +50,7 @@ def predict(
 ) -> Nested:
     """Predicts every example once, in the order of the data.
 
-    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    Runs on the strategy in whose scope the model was created, or else on one device. All workers
     must call it, and all get every prediction. The model need not be compiled.
 
     Args:

@@ -103,8 +103,8 @@ def fit(
     """Trains a model for epochs; the result equals ``model.fit`` on one device.
 
     Runs Keras' own ``fit`` with the compiled losses of the model, with ``forward``, or with
-    ``step``, on the strategy whose scope the model was created in, or else on one device. All
-    workers must call it with the same data.
+    ``step``. It runs on the strategy in whose scope the model was created, or else on one device.
+    All workers must call it with the same data.
 
     Args:
         model: A compiled Keras model; with ``step`` it need not be compiled. Its optimizer and
@@ -116,9 +116,9 @@ def fit(
         x: Another name for ``data``, as in Keras.
         forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
             the logs are shown like metrics, over the whole epoch. Compile the model with an
-            optimizer only. A second call of ``fit`` traces it anew; a ``step`` is not traced again.
-        step: A step of ``make_train_step`` or ``chain_steps``. Its logs are shown: ``"loss"``, or
-            ``"NAME_loss"`` for each step of a chain, and its metrics, likewise.
+            optimizer only. Each call of ``fit`` traces it anew; a ``step`` is traced once.
+        step: A step of ``make_train_step`` or ``chain_steps``. ``fit`` shows its logs: ``"loss"``,
+            or ``"NAME_loss"`` for each step of a chain, and its metrics.
         eval_step: A step of ``make_eval_step`` for validation; None means ``forward``, or the
             compiled losses.
         micro_batches: See ``make_train_step``.

@@ -140,17 +140,17 @@ def sharded_variables(
 ) -> Iterator[None]:
     """Keeps each large trainable variable on one device only, for models too large for a device.
 
-    Enter it inside the scope of the strategy, and create the model in it. All replicas read such
-    a variable from its device. A train step adds its gradients there and updates it there, with
-    the optimizer state beside it. The results equal a mirrored model's, and those on one device.
+    Enter it inside the scope of the strategy, and create the model in it. All replicas read such a
+    variable from its device. A train step adds its gradients there and updates it there, with the
+    optimizer state beside it. The results equal the results of a mirrored model and of one device.
 
     A variable goes to the device with the smallest part of its memory in use. The table of a
-    ``keras.layers.Embedding`` is divided by rows over the devices if it takes more than half of
-    what any of them has free, or, where that is unknown, from 64 MiB on. Small variables,
-    and those that are not trained, such as moving statistics, stay mirrored; kernels that
-    ``layer.quantize`` makes in the same two contexts are sharded too. A model that is built
-    later, from its first batch, is sharded by the arguments that were given last. Several workers
-    each spread all variables over their own devices, and all must enter it.
+    ``keras.layers.Embedding`` is divided by rows over the devices if it takes more than half of the
+    largest free memory of a device, or from 64 MiB on if memory is unknown. Small variables, and
+    those that are not trained, such as moving statistics, stay mirrored; kernels that
+    ``layer.quantize`` makes in the same two contexts are sharded too. A model that is built later,
+    from its first batch, is sharded by the last arguments given. Each of several workers spreads
+    all variables over its own devices, and all workers must enter this context.
 
     Args:
         at_least: Bytes from which a variable is large.
@@ -161,7 +161,8 @@ def sharded_variables(
         ScopeError: It is entered outside the scope of a strategy.
         TfMultiGpuError: The strategy is not a mirrored one.
         DataError: ``memory`` does not fit the devices; or, later, the variables do not fit.
-        ClusterError: The workers give another ``at_least``, or later create other variables.
+        ClusterError: The workers give different values of ``at_least``, or later create different
+            variables.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg

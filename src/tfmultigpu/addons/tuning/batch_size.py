@@ -28,7 +28,8 @@ def find_batch_size(
     Args:
         try_batch: Runs at least one train step on a batch of that many examples, and waits for its
             result, such as the loss. The step must be the real one: forward, backward and update.
-            ``MemoryError`` and TensorFlow's errors say that memory ran out; others are raised.
+            ``MemoryError`` and TensorFlow's out-of-memory errors say that the batch is too large;
+            other errors are raised.
         start: The first size to try, at least 1.
         limit: The largest size to try; None: 2**24. Give one on a CPU, which has no limit.
 

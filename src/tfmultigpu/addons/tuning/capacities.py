@@ -25,9 +25,9 @@ def memory_capacities(
     """Returns the memory that each replica has left, in bytes.
 
     Call it once model and optimizer are built: every replica holds all weights and optimizer slots,
-    and what is left grows with its share. Leave room for gradients, which a step holds twice: with
-    Adam in float32 a model of 100 million parameters (0.4 GB) takes 1.2 GB of each replica, and
-    0.8 GB more in a step.
+    and uses the rest of its memory for its share of the rows. Leave room for gradients, which a
+    step holds twice: with Adam in float32 a model of 100 million parameters (0.4 GB) takes 1.2 GB
+    of each replica, and 0.8 GB more in a step.
 
     Args:
         strategy: The strategy; None takes ``tf.distribute.get_strategy()``.
@@ -40,7 +40,7 @@ def memory_capacities(
 
     Raises:
         DataError: The memory of a device of this worker or another is unknown: of a CPU, of a GPU
-            without the extra ``nvml``, or of a GPU whose memory TensorFlow has taken whole. Or
+            without the extra ``nvml``, or of a GPU of which TensorFlow has taken all memory. Or
             ``memory`` does not fit the devices.
 
     Example:

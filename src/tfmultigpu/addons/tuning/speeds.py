@@ -22,9 +22,10 @@ from tfmultigpu.types import KerasVariable, Shard
 def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.
 
-    Gives each replica in turn nearly the whole batch, while the others compute one example. The
-    fixed cost of a step is subtracted, measured with one example per replica. Restores model,
-    optimizer, metrics, loss scale and seeds afterwards. Under several workers all must call it::
+    Gives each replica in turn nearly the whole batch, while the others compute one example. Then
+    subtracts the fixed cost of a step, which it measures with one example per replica. Restores
+    model, optimizer, metrics, loss scale and seeds afterwards. Under several workers all must call
+    it::
 
         speeds = tmg.measured_capacities(step, batch)
         shares = tmg.plan_shares(1024, speeds)
