@@ -1,9 +1,9 @@
 """Errors and warnings of the library, by name.
 
 An error has three fields, which its text joins: ``what`` happened and why it matters, the values
-``received``, and what to ``write``. Nothing has to read a text to learn one of them. Wrong
-arguments raise Python's own ``TypeError`` or ``ValueError``, and a missing optional package its
-``ImportError``; warnings and those have one text of the same form.
+``received``, and what to ``write``. So no code has to parse a text. Wrong arguments raise Python's
+own ``TypeError`` or ``ValueError``, and a missing optional package raises ``ImportError``. These
+errors, and all warnings, have only a text, in the same form.
 
 Importing this module does not import TensorFlow: the launcher starts without it.
 """

@@ -1,4 +1,4 @@
-"""What is here, without starting it; memory growth, limits and splits."""
+"""Devices: what the machine has, without starting it; memory growth, limits and splits."""
 
 from tfmultigpu.devices.configure import enable_memory_growth, limit_memory, split_device
 from tfmultigpu.devices.discovery import (

@@ -1,4 +1,4 @@
-"""Strategies: the choice for a machine, and the questions of the packages above."""
+"""Strategies: the choice for a machine, and what the other packages ask of a strategy."""
 
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
