@@ -51,7 +51,7 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
 
 
 def adds_lists(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether replicas add lists of rows as they are; those of a TPU add tensors."""
+    """Returns whether replicas add lists of rows as they are; replicas of a TPU add tensors."""
     return not isinstance(strategy, tf.distribute.TPUStrategy)
 
 
@@ -214,7 +214,7 @@ def _bytes(tensor: Gradient) -> int:
 def all_reduce_sum(context: Untyped, tensors: Sequence[Gradient]) -> list[Gradient]:
     """Adds over all replicas in a replica context: one ``all_reduce`` for each dtype and list.
 
-    Of lists it returns those of all replicas, one after the other, so what is sent are their rows.
+    Lists of all replicas are joined end to end, so only their rows are sent.
     """
     add = tf.distribute.ReduceOp.SUM
     reduced: dict[int, Gradient] = {}
