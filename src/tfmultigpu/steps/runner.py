@@ -247,8 +247,7 @@ class Runner:
         traced, watches = self.traces.now, self.watches
         began = time.perf_counter()
         tallies: Tallies = self.call(batch)[1]
-        # What is watched takes longer than later steps will.
-        traced.seconds = math.inf if watches else time.perf_counter() - began
+        traced.note_call(time.perf_counter() - began, watched=watches)
         return tallies
 
     def _is_long(self) -> bool:

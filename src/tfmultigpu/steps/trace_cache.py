@@ -82,6 +82,10 @@ class Traced:
         """Notes what the numbers of each tally are."""
         self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
 
+    def note_call(self, seconds: float, *, watched: bool) -> None:
+        """Notes how long a step took; what is watched takes longer than later steps will."""
+        self.seconds = math.inf if watched else seconds
+
     def loop_for(self, kind: LoopKind) -> Loop | None:
         """Returns the loop that serves a kind of iterator, if there is one."""
         for loop in self.loops:  # Specs of dicts compare but do not hash.
