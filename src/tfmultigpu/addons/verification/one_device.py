@@ -52,7 +52,7 @@ class OneDevice:
     def __init__(
         self,
         step: Step,
-        measure: Callable[[Tensor], Tensor],
+        measure: Callable[[tf.Variable], Tensor],
         *,
         by_itself: bool = False,
         features: Sequence[Feature] = (),
@@ -112,7 +112,8 @@ class OneDevice:
             if self.updated:
                 self._update(gradients[0], state)
                 for i, variable in enumerate(self.updated):
-                    numbers[f"update {i}"] = self.measure(tf.convert_to_tensor(variable.value))
+                    first = copies_of(self.strategy, variable)[0]
+                    numbers[f"update {i}"] = self.measure(first)
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
         self._always = verify is True
-        self._measure: Callable[[Tensor], Tensor] = _norm
+        self._measure: Callable[[tf.Variable], Tensor] = _norm
         if verify == "gradients":
             self._measure = tf.identity
 
@@ -338,16 +338,25 @@ class _CannotVerifyError(Exception):
     """A reason for which a step is not compared with one device, known before it runs."""
 
 
-def _norm(variable: Tensor) -> Tensor:
-    """Returns the norm, of a piece at a time: in float64 all of it takes twice its memory."""
-    value = tf.convert_to_tensor(variable)
+def _norm(variable: tf.Variable) -> Tensor:
+    """Returns the norm, a piece at a time: a read of all may copy it, and float64 takes twice."""
     squares = tf.zeros([], tf.float64)
-    with tf.device(value.device):
-        elements = tf.reshape(value, [-1])
-        for begin in range(0, int(tf.size(elements)), _PIECE):
-            piece = tf.cast(elements[begin : begin + _PIECE], tf.float64)
-            squares += tf.reduce_sum(tf.square(piece))
+    with tf.device(variable.device):
+        for piece in _pieces(variable):
+            squares += tf.reduce_sum(tf.square(tf.cast(piece, tf.float64)))
         return tf.sqrt(squares)
+
+
+def _pieces(variable: tf.Variable) -> Iterator[Tensor]:
+    """Yields the elements of a variable, some of its rows at a time."""
+    shape = variable.shape.as_list()
+    if not shape:
+        yield tf.convert_to_tensor(variable)
+        return
+    of_row = max(1, math.prod(shape[1:]))
+    count = max(1, _PIECE // of_row)
+    for begin in range(0, shape[0], count):
+        yield variable.sparse_read(tf.range(begin, min(begin + count, shape[0])))
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
