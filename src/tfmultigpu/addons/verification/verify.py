@@ -349,7 +349,7 @@ def _norm(variable: tf.Variable) -> Tensor:
 
 def _pieces(variable: tf.Variable) -> Iterator[Tensor]:
     """Yields the elements of a variable, some of its rows at a time."""
-    shape = variable.shape.as_list()
+    shape = [size or 0 for size in variable.shape.as_list()]
     if not shape:
         yield tf.convert_to_tensor(variable)
         return
