@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmultigpu.accumulation.table_rows import leaves_other_rows, takes_rows, updating_rows
+from tfmultigpu.accumulation.table_rows import (
+    leaves_other_rows,
+    takes_lists,
+    takes_rows,
+    updating_rows,
+)
 
 optimizers = keras.optimizers
 NEED_ARGUMENTS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer", "OptimizerMap")
@@ -21,7 +26,7 @@ EVERY = [
 ]
 
 
-def trained(optimizer: Any, *, by_rows: bool) -> list[Any]:
+def trained(optimizer: Any, *, by_rows: bool, lists: bool = False) -> list[Any]:
     """Returns a table and its slots after steps from lists, or from dense gradients of them."""
     random = np.random.default_rng(3)
     table = keras.Variable(random.normal(size=(50, 4)).astype("float32"), name="table")
@@ -32,6 +37,9 @@ def trained(optimizer: Any, *, by_rows: bool) -> list[Any]:
         if by_rows:
             with updating_rows(optimizer, {id(table.value): tf.constant(ids)}, lambda one: [one]):
                 optimizer.apply([tf.constant(values)], [table])
+            continue
+        if lists:
+            optimizer.apply([tf.IndexedSlices(values, ids, tf.constant([50, 4]))], [table])
             continue
         gradient = np.zeros((50, 4), "float32")
         gradient[ids] = values
@@ -53,6 +61,20 @@ def test_only_what_updates_rows_alone_is_given_rows(name: str, subtests: pytest.
                 np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-7)
 
 
+# Fails if Keras makes another update of a list than of the dense gradient, for any optimizer.
+@pytest.mark.parametrize("name", EVERY)
+def test_keras_updates_all_rows_from_a_list(name: str, subtests: pytest.Subtests) -> None:
+    kind = getattr(optimizers, name)
+    options = [{}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"weight_decay": 0.1}]
+    for chosen in options:
+        with subtests.test(**chosen):
+            whole, lists = (
+                trained(kind(0.1, **chosen), by_rows=False, lists=lists) for lists in (False, True)
+            )
+            for one, other in zip(whole, lists, strict=True):
+                np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-7)
+
+
 # Fails if settings that change every row in each step go unnoticed, or code of a user is trusted.
 @pytest.mark.parametrize(
     "options",
@@ -68,6 +90,9 @@ def test_code_of_a_user_gets_dense_gradients() -> None:
             super().update_step(gradient + 1.0, variable, learning_rate)
 
     assert not leaves_other_rows(Own(0.1))
+    table = keras.Variable(np.ones((3, 2)), name="table")
+    assert not takes_lists(Own(0.1), table)
+    assert takes_lists(optimizers.Adam(0.1), table)
 
 
 def test_a_penalty_or_a_constraint_changes_all_rows() -> None:

@@ -26,6 +26,7 @@ from tfmultigpu.accumulation.table_parts import OfParts, clip_parts, update_part
 from tfmultigpu.accumulation.table_rows import (
     check_updates_parts,
     is_table,
+    takes_lists,
     takes_rows,
     updating_rows,
 )
@@ -37,7 +38,7 @@ from tfmultigpu.strategies.collectives import (
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of
+from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of, with_values
 from tfmultigpu.strategies.row_parts import RowParts, copies_of, units_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
 from tfmultigpu.types import Context, KerasOptimizer, KerasVariable, Scalar
@@ -120,6 +121,15 @@ class Replicated:
             ask = functools.partial(takes_rows, self.optimizer, variable)
             return bool(outside_scopes(ask))
 
+    def as_taken(self, rows: tf.IndexedSlices, variable: KerasVariable) -> Gradient:
+        """Returns the gradient of a variable, a list with each row once, as ``apply`` takes it."""
+        if self.takes_rows(variable):
+            return rows
+        with self.at(variable):
+            if takes_lists(self.optimizer, variable):
+                return with_values(rows, rows.values, variable.shape)
+            return as_tensor(rows, variable.shape)
+
     def apply(
         self,
         gradients: Sequence[Any],
@@ -189,8 +199,8 @@ class Replicated:
                 gradients[number] = OfParts(parts)
                 continue
             lists = self._local(gradients[number])
-            if not is_list(lists[0]):
-                continue
+            if not is_list(lists[0]) or not self.takes_rows(variable):
+                continue  # Of a list that is not updated by rows Keras makes what it needs.
             copies = self._local(tf_variable(variable))
             for place, copy in enumerate(copies):
                 ids[id(copy)] = lists[place % len(lists)].indices  # Of all, or of each.

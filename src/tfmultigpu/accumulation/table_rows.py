@@ -53,6 +53,18 @@ def takes_rows(optimizer: KerasOptimizer, variable: KerasVariable) -> bool:
     return False
 
 
+def takes_lists(optimizer: KerasOptimizer, variable: KerasVariable) -> bool:
+    """Returns whether an optimizer that updates all rows of a variable may be given a list.
+
+    The optimizers of Keras make of it what they need, in less memory than the dense gradient and a
+    copy take. A part of a table has ids of its own.
+    """
+    if whole_of(variable) is not variable:
+        return False
+    parts = parts_of(unwrap_optimizer(optimizer))
+    return all(_compat.is_part_of_keras(type(each)) and not _own_methods(each) for each in parts)
+
+
 # Which optimizers ---------------------------------------------------------------------------------
 
 _known: dict[tuple[type, str, str], bool] = {}

@@ -164,9 +164,9 @@ def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -
     if not is_list(gradient):
         return gradient
     rows = unique(row_list(gradient, variable.shape, gradient.dtype))
-    if is_table(variable) and update.takes_rows(variable):
-        return rows
-    return as_tensor(rows, variable.shape)
+    if not is_table(variable):
+        return as_tensor(rows, variable.shape)
+    return update.as_taken(rows, variable)
 
 
 def _decide(

@@ -38,7 +38,7 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import check_gradients, noting_effects
 from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import as_tensor, is_list, row_list
+from tfmultigpu.strategies.row_lists import is_list, row_list
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
@@ -329,12 +329,11 @@ def _ask_features(step: Training, gradient: Gradient) -> Gradient:
 
 
 def _for_optimizer(step: Training, gradient: Gradient, trace: Trace) -> Gradient:
-    """Returns the gradient as the optimizer takes it: of its dtype, and no list for all rows."""
+    """Returns the gradient as the optimizer takes it: of its dtype, and a list if it can."""
     tensors: list[Tensor] = []
     for tensor, variable in zip(gradient.tensors, trace.updated, strict=True):
-        if is_list(tensor) and not step.update.takes_rows(variable):
-            with step.update.at(variable):
-                tensor = as_tensor(tensor, variable.shape)
+        if is_list(tensor):
+            tensor = step.update.as_taken(tensor, variable)
         tensors.append(tf.cast(tensor, variable.dtype))
     return gradient._replace(tensors=tuple(tensors), variables=())
 
