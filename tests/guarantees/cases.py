@@ -199,7 +199,7 @@ METRICS = [
     ),
     Layer(
         name="evaluate-two-outputs",
-        title="`evaluate`, a last batch of 3 rows, even on one device: the loss of an output",
+        title="`evaluate`, a last batch of 3 rows: the loss of an output, wrong on one device too",
         plain=lambda: loss_of_an_output(
             functools.partial(keras.Model.evaluate, return_dict=True), tf.distribute.get_strategy()
         ),
@@ -288,7 +288,7 @@ ENDS = [
     Case(
         section="Input",
         name="end-inside-a-function",
-        title="Five steps in one `tf.function`, where the data ends after twelve: "
+        title="Five steps in one `tf.function`, where the data ends after twelve steps: "
         "`optimizer.iterations`",
         plain=counted_beyond_the_end,
         ours=counted_by_run,

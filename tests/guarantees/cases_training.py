@@ -278,8 +278,8 @@ GRADIENTS = [
     ),
     Update(
         "embedding-adam",
-        "Embedding, ids repeated in a batch, Adam, even on one device: repeated rows are not "
-        "summed",
+        "Embedding, ids repeated in a batch, Adam: repeated rows are not summed, wrong on one "
+        "device too",
         by_fit,
         of_ids(replicas=1),
         of_ids(replicas=2),

@@ -136,7 +136,13 @@ def begin() -> None:
     keras.utils.set_random_seed(11)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("N=2, synchronized norm", marks=pytest.mark.more),
+        "N=3, micro-batches, shard_update",
+    ],
+)
 def test_training_continues_as_if_the_bad_batches_had_not_been(case: str) -> None:
     replicas, norm, options = CASES[case]
     good = batches_of(SIZES)

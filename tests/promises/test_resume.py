@@ -236,7 +236,7 @@ def fit(
 # Fails if fit begins its epoch again, forgets the first part of its losses or metrics, shuffles
 # arrays in another order, validates with the rows of another epoch, or if a callback forgets what
 # it had seen.
-@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("arrays", [pytest.param(False, marks=pytest.mark.more), True])
 def test_fit_resumed_in_an_epoch_ends_with_the_same_bits(tmp_path: Path, arrays: bool) -> None:
     replicas, killed = 3, 9
     whole, history, callbacks = fit(tmp_path / "whole", replicas, seed=5, arrays=arrays)
