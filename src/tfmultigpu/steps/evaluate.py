@@ -104,9 +104,14 @@ class EvalStep(ModelStep, Looped):
         trace.note(Layout.of(terms, trains=False), (), deferred.variables)
         return Pass((), stack(terms, rows.weight), deferred.values_of(trace.state))
 
-    def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for code that watches its layers; traced."""
-        self.forward(shard, training=False)
+    def run_model(self, shard: Shard) -> list[Tensor]:
+        """Runs the forward pass on a shard, for code that watches its layers; traced.
+
+        Returns:
+            The sum of each term of the loss.
+        """
+        terms, _ = self.forward(shard, training=False)
+        return [term.sum for term in terms]
 
     def on_one_device(self) -> EvalStep:
         """Returns the same for the default strategy."""
