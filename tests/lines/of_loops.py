@@ -333,6 +333,11 @@ def an_unknown_argument(told: Told) -> None:
     with told(TypeError, "Received.*Write epochs"):
         fit(X, Y, epoch=1)
     fit(X, Y, epochs=1)
+    with told(
+        TypeError, r"Received: metrics=\['mae'\].*Write model\.compile\(\.\.\., metrics=\.\.\.\)"
+    ):
+        fit(X, Y, metrics=["mae"])
+    fit(X, Y, model=compiled(metrics=["mae"]))
 
 
 class OwnStep(keras.Sequential):

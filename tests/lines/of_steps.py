@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 import types
 from typing import Any
@@ -461,6 +463,29 @@ def a_mean_as_metric(told: Told) -> None:
     assert "loss" in step(metrics=[error])(BATCH)
 
 
+@example("A metric of a step is a keras.metrics.Metric")
+def metrics_by_name(told: Told) -> None:
+    error = keras.metrics.MeanAbsoluteError
+    lines = {
+        "mae": "keras.metrics.MeanAbsoluteError()",
+        error: "keras.metrics.MeanAbsoluteError()",
+        keras.losses.huber: "keras.metrics.MeanMetricWrapper(huber)",
+    }
+    for given, line in lines.items():
+        with told(tmg.errors.LossError, re.escape(f"metrics=[{line}]")):
+            step(metrics=[given])
+    with told(tmg.errors.LossError, r"BinaryAccuracy\(\)"):
+        step(metrics=["accuracy"])
+    with strategy_of(2).scope():
+        made_of = [error(), keras.metrics.MeanMetricWrapper(keras.losses.huber)]
+    step(metrics=[*made_of, _accuracy()])(BATCH)
+
+
+def _accuracy() -> Any:
+    with strategy_of(2).scope():
+        return keras.metrics.BinaryAccuracy()
+
+
 @example("With forward the step sees no labels and predictions")
 def metrics_beside_forward(told: Told) -> None:
     with strategy_of(2).scope():
@@ -572,8 +597,22 @@ def nothing_is_trained(told: Told) -> None:
 @example("The model does something else each time that it is traced")
 def another_seed_in_each_call(told: Told) -> None:
     with strategy_of(2).scope():
-        once = keras.random.SeedGenerator(1)
+        several = [keras.random.SeedGenerator(seed) for seed in range(4)]
 
+    def noisy(seeds: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            noise = keras.random.normal(tf.shape(batch[0]), seed=next(seeds))
+            return tmg.loss_sum("mse", batch[1], model(batch[0] + noise))
+
+        return forward
+
+    with told(tmg.TfMultiGpuError, "in the scope"):
+        by_forward(noisy(iter(several)))
+    by_forward(noisy(itertools.repeat(several[0])))
+
+
+@example("A variable is created in a step, where each replica would create another")
+def a_seed_of_the_first_call(told: Told) -> None:
     def noisy(seeds: Any) -> Any:
         def forward(model: Any, batch: Any, training: bool) -> Any:
             noise = keras.random.normal(tf.shape(batch[0]), seed=seeds())
@@ -581,8 +620,10 @@ def another_seed_in_each_call(told: Told) -> None:
 
         return forward
 
-    with told(tmg.TfMultiGpuError, "in the scope"):
+    with told(tmg.ScopeError, r"created in .*<lambda> \(line \d+ of of_steps.py\)"):
         by_forward(noisy(lambda: keras.random.SeedGenerator(1)))
+    with strategy_of(2).scope():
+        once = keras.random.SeedGenerator(1)
     by_forward(noisy(lambda: once))
 
 

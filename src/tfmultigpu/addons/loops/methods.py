@@ -158,11 +158,14 @@ def check_names(
     function: str, arguments: Mapping[str, object], known: Collection[str], otherwise: str = ""
 ) -> None:
     """Checks that a function knows arguments by their names; an error names similar ones."""
+    compiled = inspect.signature(keras.Model.compile).parameters
     for name in arguments.keys() - set(known):
         similar = difflib.get_close_matches(name, known) or sorted(known)
+        line = f"Write {' or '.join(similar)}.{otherwise}"
+        if name in compiled:
+            line = f"Write model.compile(..., {name}=...), in the scope of the strategy."
         raise TypeError(
-            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. Write "
-            f"{' or '.join(similar)}.{otherwise}"
+            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. {line}"
         )
 
 

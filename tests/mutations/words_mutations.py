@@ -1,0 +1,39 @@
+"""What reports of a first step say, broken on purpose."""
+
+from __future__ import annotations
+
+from mutation import broken
+
+WORDS = (
+    broken(
+        "the loss is blamed for a draw of several parts",
+        "            if before > 16.0 * bound**2 and before > 16.0 * after:",
+        "            if False:",
+        "test_reports_of_draws.py::test_a_draw_for_several_parts_is_named_with_its_line",
+        "test_reports_of_draws.py::test_a_draw_before_a_layer_is_named_and_not_the_layer",
+    ),
+    broken(
+        "a draw is blamed that was not tried",
+        "            if before > 16.0 * bound**2 and before > 16.0 * after:",
+        "            if True:",
+        "test_reports_of_draws.py::test_a_draw_side_by_side_is_not_blamed",
+    ),
+    broken(
+        "a draw of some more rows is not named",
+        "        if times > 0 and added:",
+        "        if False:",
+        "test_reports_of_draws.py::test_a_draw_of_some_more_or_less_is_named",
+    ),
+    broken(
+        "a generator of TensorFlow is not named",
+        '_OF_GENERATOR = "RngReadAndSkip"',
+        '_OF_GENERATOR = "nothing"',
+        "test_reports_of_draws.py::test_a_generator_of_tensorflow_is_named",
+    ),
+    broken(
+        "a variable of the first call is left to TensorFlow",
+        "            contexts.enter_context(refusing_new_variables())",
+        "            pass",
+        "test_reports_of_draws.py::test_a_variable_of_the_first_call_is_refused_where_it_is_made",
+    ),
+)
