@@ -125,7 +125,8 @@ class StepMetrics:
                 "With forward the step sees no labels and predictions, so it cannot update "
                 "metrics.",
                 f"metrics={plain!r}",
-                "Call metric.update_state(y_true, y_pred) inside forward instead.",
+                "Make it an attribute of the model, and call model.metric.update_state(y, outputs) "
+                "in forward.",
             )
         weighted = forward.objective.weighted_metrics
         self._plain, self._weighted, self._strategy = plain, weighted, strategy

@@ -94,7 +94,7 @@ def place_of_user() -> str:
 
 
 def _frame_of_user() -> tuple[FrameType | None, int]:
-    """Returns the innermost frame of the user, and which it is for who calls this, from 1 on."""
+    """Returns the innermost frame of the user, and its ``stacklevel`` for the caller."""
     packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
     prefixes = tuple(map(str, packages))
     level, frame = 0, inspect.currentframe()
