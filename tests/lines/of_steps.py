@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import types
@@ -597,22 +596,8 @@ def nothing_is_trained(told: Told) -> None:
 @example("The model does something else each time that it is traced")
 def another_seed_in_each_call(told: Told) -> None:
     with strategy_of(2).scope():
-        several = [keras.random.SeedGenerator(seed) for seed in range(4)]
+        once = keras.random.SeedGenerator(1)
 
-    def noisy(seeds: Any) -> Any:
-        def forward(model: Any, batch: Any, training: bool) -> Any:
-            noise = keras.random.normal(tf.shape(batch[0]), seed=next(seeds))
-            return tmg.loss_sum("mse", batch[1], model(batch[0] + noise))
-
-        return forward
-
-    with told(tmg.TfMultiGpuError, "in the scope"):
-        by_forward(noisy(iter(several)))
-    by_forward(noisy(itertools.repeat(several[0])))
-
-
-@example("A variable is created in a step, where each replica would create another")
-def a_seed_of_the_first_call(told: Told) -> None:
     def noisy(seeds: Any) -> Any:
         def forward(model: Any, batch: Any, training: bool) -> Any:
             noise = keras.random.normal(tf.shape(batch[0]), seed=seeds())
@@ -620,11 +605,38 @@ def a_seed_of_the_first_call(told: Told) -> None:
 
         return forward
 
-    with told(tmg.ScopeError, r"created in .*<lambda> \(line \d+ of of_steps.py\)"):
+    with told(tmg.TfMultiGpuError, "in the scope"):
         by_forward(noisy(lambda: keras.random.SeedGenerator(1)))
-    with strategy_of(2).scope():
-        once = keras.random.SeedGenerator(1)
     by_forward(noisy(lambda: once))
+
+
+@example("A variable is created in a step, where each replica")
+def a_variable_of_the_first_call(told: Told) -> None:
+    class Scaled(keras.losses.Loss):
+        scale: Any = None
+
+        def call(self, y: Any, outputs: Any) -> Any:
+            if self.scale is None:
+                self.scale = tf.Variable(2.0, trainable=False)
+            return tf.reduce_mean(self.scale * tf.square(y - outputs), -1)
+
+    class ScaledAtOnce(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = keras.Variable(1.0, trainable=False)
+
+    def another(y: Any, outputs: Any) -> Any:
+        return tf.Variable(2.0) * tf.square(y - outputs)
+
+    with told(tmg.ScopeError, r"created in .*Scaled\.call \(line \d+ of of_steps\.py\)"):
+        step(loss=Scaled())(BATCH)
+    with strategy_of(2).scope():
+        loss = ScaledAtOnce()
+    step(loss=loss)(BATCH)
+    alone = tf.distribute.get_strategy()
+    with told(tmg.ScopeError, "singleton tf.Variables"):
+        tmg.make_train_step(dense(), keras.optimizers.SGD(), another, alone)(BATCH)
+    tmg.make_train_step(dense(), keras.optimizers.SGD(), ScaledAtOnce(), alone)(BATCH)
 
 
 @example("The batch was cut for another strategy")

@@ -36,4 +36,12 @@ WORDS = (
         "            pass",
         "test_reports_of_draws.py::test_a_variable_of_the_first_call_is_refused_where_it_is_made",
     ),
+    broken(
+        "a variable that Keras creates after the first call is refused",
+        """        if deferred_here() is not None:
+            raise new_variable""",
+        """        if True:
+            raise new_variable""",
+        "test_reports_of_draws.py::test_a_metric_that_builds_itself_in_forward_counts_every_row",
+    ),
 )

@@ -181,3 +181,24 @@ def test_a_variable_of_the_first_call_is_refused_where_it_is_made(
     plain = float(np.mean(np.square(X[:, :1] - problem.model(X))))
     scaled = float(step_of(early)((X, X[:, :1]))["loss"])
     np.testing.assert_allclose(scaled, 2.0 * plain, rtol=1e-5)
+
+
+# Fails if a metric is refused that builds itself in its first update, as Keras allows.
+def test_a_metric_that_builds_itself_in_forward_counts_every_row(problem: Problem) -> None:
+    with problem.strategy.scope():
+        problem.model.f1 = keras.metrics.F1Score(threshold=0.5)
+    labels = (X[:, :1] > 0).astype("float32")
+    before = 1 / (1 + np.exp(-problem.model(X).numpy()))
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        x, y = batch
+        outputs = model(x, training=training)
+        model.f1.update_state(y, tf.sigmoid(outputs))
+        return tmg.loss_sum("mse", y, outputs)
+
+    model, optimizer = problem.model, problem.optimizer
+    step = tmg.make_train_step(model, optimizer, None, problem.strategy, forward=forward)
+    step((X, labels))
+    plain = keras.metrics.F1Score(threshold=0.5)
+    plain.update_state(labels, before)
+    np.testing.assert_allclose(model.f1.result(), plain.result(), rtol=1e-6)

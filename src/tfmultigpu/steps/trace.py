@@ -8,42 +8,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.types import Function, KerasVariable, Operation, Tensor
+from tfmultigpu.steps.assignments import deferred_here
+from tfmultigpu.types import Function, KerasVariable, Nested, Operation, Tensor
 
 
 @contextmanager
 def refusing_new_variables() -> Iterator[None]:
-    """Refuses to create variables in the context, which is of one replica of several.
+    """Refuses variables that code of the user creates in the context, on a replica of several.
 
-    TensorFlow would fail with an error about placeholders, or Keras about a stateless scope.
+    TensorFlow would fail with an error about placeholders, or Keras about a stateless scope. What
+    works stays: Keras creates a variable with an initializer after that code, as for a metric that
+    builds itself, and a ``tf.function`` of the user's creates its own before its second trace.
     """
 
-    def refuse(name: object) -> NoReturn:
-        what = f"variable {name!r}" if name else "a variable"
-        raise ScopeError(
-            "A variable is created in a step, where each replica would create another.",
-            f"{what}, created in {place_of_user()}",
-            "Create it once, before the step: in __init__ of a loss, metric or model, or in build "
-            "of a layer, which is made in the scope:\n"
-            "    with strategy.scope():\n"
-            "        scale = keras.Variable(1.0, trainable=False)",
-        )
+    def create(original: Function, **options: object) -> Nested:
+        if deferred_here() is not None:
+            raise new_variable(_described(options.get("name")))
+        return original(**options)
 
-    def create(_: Function, **options: object) -> None:
-        refuse(options.get("name"))
-
-    def begin(_: Function, variable: KerasVariable, *args: object, **options: object) -> None:
-        refuse(options.get("name"))
+    def begin(original: Function, variable: KerasVariable, *args: object, **kwargs: object) -> None:
+        initial = args[0] if args else kwargs.get("initializer")
+        is_value = not (callable(initial) or isinstance(initial, str))
+        if is_value and deferred_here() is not None:
+            raise new_variable(_described(kwargs.get("name")))
+        original(variable, *args, **kwargs)
 
     with tf.variable_creator_scope(create), patching(keras.Variable, "__init__", begin):
         yield
+
+
+def _described(name: object) -> str:
+    what = f"variable {name!r}" if name else "a variable"
+    return f"{what}, created in {place_of_user()}"
+
+
+def new_variable(received: str) -> ScopeError:
+    """Returns the error for code of the user that creates a variable in a step."""
+    return ScopeError(
+        "A variable is created in a step, where each replica and each trace would create another.",
+        received,
+        "Create it once, before the step: in __init__ of a loss, metric or model, or in build "
+        "of a layer, which is made in the scope:\n"
+        "    with strategy.scope():\n"
+        "        scale = keras.Variable(1.0, trainable=False)",
+    )
 
 
 @contextmanager
