@@ -249,7 +249,8 @@ class Verify(Feature):
                 name = found[0].name
             reason = (
                 f"{name} differs between two runs on one device. Draw by keras.random with a "
-                "keras.random.SeedGenerator, which both repeat"
+                "keras.random.SeedGenerator, which both repeat; for tf.concat([fake, real], 0) by "
+                "one draw for each part"
             )
             outcome = Verification("not verified", reason)
         return _Comparison(outcome, one, beyond)
