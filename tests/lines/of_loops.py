@@ -407,6 +407,20 @@ def a_loss_beside_forward(told: Told) -> None:
     fit(X, Y, model=(other := counting("mean")), forward=other.forward)
 
 
+@example("There is nothing to evaluate: no loss and no metric was given")
+def nothing_to_evaluate(told: Told) -> None:
+    with strategy_of(2).scope():
+        model = dense()
+        model.compile("sgd")
+    with told(tmg.errors.LossError, r"forward=f\)"):
+        tmg.evaluate(model, X, Y, verbose=0)
+    step = tmg.make_eval_step(model, None, strategy_of(2), forward=mean_of)
+    assert step((X, Y))["loss"] > 0
+    with strategy_of(2).scope():
+        model.compile(loss="mse")
+    assert tmg.evaluate(model, X, Y, verbose=0)["loss"] > 0
+
+
 @example("A step has its own options")
 def options_beside_a_step(told: Told) -> None:
     model = compiled()

@@ -42,6 +42,12 @@ WORDS = (
         f"{LATE}[keras_variable]",
     ),
     broken(
+        "an evaluation of nothing is a loss of zero",
+        "found = terms or self.step_metrics.all or deferred.variables or self.key()",
+        "found = True",
+        "test_what_a_first_step_says.py::test_nothing_to_evaluate_is_no_loss_of_zero",
+    ),
+    broken(
         "a variable that Keras creates after the first call is refused",
         """        if deferred_here() is not None:
             raise new_variable""",

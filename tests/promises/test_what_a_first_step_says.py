@@ -211,3 +211,12 @@ def test_a_metric_that_builds_itself_in_forward_counts_every_row(problem: Proble
     plain = keras.metrics.F1Score(threshold=0.5)
     plain.update_state(labels, before)
     np.testing.assert_allclose(model.f1.result(), plain.result(), rtol=1e-6)
+
+
+# Fails if an evaluation of nothing returns a loss of zero, as of a model that a forward trained.
+def test_nothing_to_evaluate_is_no_loss_of_zero(problem: Problem) -> None:
+    with problem.strategy.scope():
+        problem.model.compile("sgd")
+    error = error_of(lambda: tmg.evaluate(problem.model, X, X[:, :1], verbose=0))
+    assert isinstance(error, tmg.errors.LossError)
+    assert "make_eval_step(model, None, strategy, forward=f)" in str(error)
