@@ -94,7 +94,7 @@ MISSING: list[tuple[Any, tuple[str, ...], list[str]]] = [
     ),
     (3, ("GPU:0", "GPU:1"), ["Asked for 3 devices, but only 2 exist. Existing: GPU:0", "CURE"]),
     # The count means GPUs: why there is none is told although CPUs are counted.
-    (4, ("CPU:0",), ["Existing: CPU:0", "CURE", 'tmg.split_device("CPU:0", parts=4)']),
+    (4, ("CPU:0",), ["Existing: CPU:0", "CURE", 'tmg.split_device("CPU:0", parts=4). Write [']),
     (["CPU:0", "CPU:2"], ("CPU:0",), ['tmg.split_device("CPU:0", parts=3)']),
     (["GPU:0"], (), ["Existing: none", "Leave devices out. No more GPUs: CURE."]),
     (1, (), ["only 0 exist", "Leave devices out. No more GPUs: CURE."]),

@@ -277,7 +277,10 @@ def autoencoder() -> None:
     )
 
 
-@recipe("own-steps", "generate", "critic_loss", "generator_loss", to="the two steps by a tape")
+@recipe(
+    *("own-steps", "generate", "noise", "critic_loss", "generator_loss"),
+    to="the critic's two steps and the generator's by a tape",
+)
 def gan() -> None:
     page = whole("own-steps")
     batches = cut(arrays(11, 8)[0], (6, 1, 4))
@@ -287,6 +290,7 @@ def gan() -> None:
         keras.utils.set_random_seed(1)
         generator, critic = mlp(3, 8)(), mlp(8, 1)()
         generator.seeds = keras.random.SeedGenerator(2)
+        critic.seeds = keras.random.SeedGenerator(3)
         page.update(generator=generator, critic=critic)
         return generator, critic
 
@@ -298,10 +302,14 @@ def gan() -> None:
             return generator(keras.random.normal((len(batch), 3), seed=generator.seeds))
 
         def critics_loss(critic: Any, real: Any) -> Any:
-            real, fake = critic(real), critic(fakes())
-            return loss(tf.ones_like(real), real) + loss(tf.zeros_like(fake), fake)
+            labels = tf.concat([tf.zeros((len(real), 1)), tf.ones((len(real), 1))], 0)
+            # One draw for each part, as the first two of the generator of seeds.
+            drawn = [keras.random.uniform((len(real), 1), seed=critic.seeds) for _ in range(2)]
+            outputs = critic(tf.concat([fakes(), real], 0))
+            return loss(labels + 0.05 * tf.concat(drawn, 0), outputs)
 
-        plain(critic, optimizers[0], critics_loss, [batch])
+        for _ in range(2):
+            plain(critic, optimizers[0], critics_loss, [batch])
         ones = tf.ones((len(batch), 1))
         plain(
             generator, optimizers[1], lambda g, b, ones=ones: loss(ones, critic(fakes())), [batch]
@@ -316,7 +324,7 @@ def gan() -> None:
         second = tmg.make_train_step(
             generator, ours[1], None, strategy, forward=page["generator_loss"]
         )
-        step = tmg.chain_steps(first, second, names=("critic", "generator"))
+        step = tmg.chain_steps(first, first, second, names=("first", "critic", "generator"))
         for batch in batches:
             step(batch)
         equal([*generator.get_weights(), *critic.get_weights()], expected)

@@ -63,6 +63,22 @@ def too_few_gradients(told: Told) -> None:
     strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
 
 
+@example("add needs the weight by which the sum of these losses is to be divided")
+def add_without_a_weight(told: Told) -> None:
+    accumulator, strategy = window(made().trainable_variables), strategy_of(2)
+    for wrong in ((), ("mean",)):
+        with told(
+            TypeError, r"Received: weight=.*Write accumulator\.add\(gradients, weight=pair\)"
+        ):
+            strategy.run(accumulator.add, args=([None, None], *wrong))
+
+    def replica() -> None:
+        pair = tmg.loss_sum("mse", Y, Y)
+        accumulator.add([None, None], weight=pair)
+
+    strategy.run(replica)
+
+
 @example("add is for each replica")
 def add_outside_of_replicas(told: Told) -> None:
     accumulator = window(made().trainable_variables)

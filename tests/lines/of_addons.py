@@ -331,6 +331,26 @@ def rows_that_meet(told: Told) -> None:
         train(forward=spread(lambda outputs: outputs))
     train(forward=spread(tmg.gather_rows))
 
+    # A draw for two parts: one draw for each.
+    seeds = made(lambda: network(4, keras.layers.Dropout(0.1))).layers[0].seed_generator
+
+    def noise(draw: Any) -> Any:
+        def forward(model: Any, batch: Any, training: bool) -> Any:
+            both = tf.concat([batch[0], 2.0 * batch[0]], 0)
+            values = tf.square(model(both)) * draw(tf.shape(batch[0])[0])
+            return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
+
+        return forward
+
+    with told(tmg.ReplicaDependenceWarning, r"first axis is 2 \* rows\. .*Draw once for each part"):
+        train(forward=noise(lambda rows: keras.random.normal((2 * rows, 1), seed=seeds)))
+    parts = range(2)
+    train(
+        forward=noise(
+            lambda rows: tf.concat([keras.random.normal((rows, 1), seed=seeds) for _ in parts], 0)
+        )
+    )
+
     # A mean in place of a sum: tmg.LossSum(tf.reduce_sum(values), tf.size(values)).
     def weighted(mean: bool) -> Any:
         def forward(model: Any, batch: Any, training: bool) -> Any:

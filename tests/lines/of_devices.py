@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import Any
 
 import keras
@@ -254,6 +255,10 @@ def an_unknown_choice(told: Told) -> None:
     with told():
         tmg.plan_strategy(prefer="gpus")
     tmg.plan_strategy("auto", devices=["GPU:0", "GPU:1"])
+    for first in (2, ["GPU:0", "GPU:1"], "GPU:0"):
+        with told(ValueError, re.escape(f"Write create_strategy(devices={first!r}).")):
+            tmg.plan_strategy(first)  # type: ignore[arg-type]
+        tmg.plan_strategy(devices=first)
 
 
 @example("would run on one device: it got no strategy")

@@ -333,6 +333,11 @@ def an_unknown_argument(told: Told) -> None:
     with told(TypeError, "Received.*Write epochs"):
         fit(X, Y, epoch=1)
     fit(X, Y, epochs=1)
+    with told(
+        TypeError, r"Received: metrics=\['mae'\].*Write model\.compile\(\.\.\., metrics=\.\.\.\)"
+    ):
+        fit(X, Y, metrics=["mae"])
+    fit(X, Y, model=compiled(metrics=["mae"]))
 
 
 class OwnStep(keras.Sequential):
@@ -400,6 +405,20 @@ def a_loss_beside_forward(told: Told) -> None:
         model.compile(optimizer=keras.optimizers.SGD(0.1))
     fit(X, Y, model=model, forward=mean_of)
     fit(X, Y, model=(other := counting("mean")), forward=other.forward)
+
+
+@example("There is nothing to evaluate: no loss and no metric was given")
+def nothing_to_evaluate(told: Told) -> None:
+    with strategy_of(2).scope():
+        model = dense()
+        model.compile("sgd")
+    with told(tmg.errors.LossError, r"forward=f\)"):
+        tmg.evaluate(model, X, Y, verbose=0)
+    step = tmg.make_eval_step(model, None, strategy_of(2), forward=mean_of)
+    assert step((X, Y))["loss"] > 0
+    with strategy_of(2).scope():
+        model.compile(loss="mse")
+    assert tmg.evaluate(model, X, Y, verbose=0)["loss"] > 0
 
 
 @example("A step has its own options")

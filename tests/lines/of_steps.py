@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from typing import Any
@@ -461,6 +462,29 @@ def a_mean_as_metric(told: Told) -> None:
     assert "loss" in step(metrics=[error])(BATCH)
 
 
+@example("A metric of a step is a keras.metrics.Metric")
+def metrics_by_name(told: Told) -> None:
+    error = keras.metrics.MeanAbsoluteError
+    lines = {
+        "mae": "keras.metrics.MeanAbsoluteError()",
+        error: "keras.metrics.MeanAbsoluteError()",
+        keras.losses.huber: "keras.metrics.MeanMetricWrapper(huber)",
+    }
+    for given, line in lines.items():
+        with told(tmg.errors.LossError, re.escape(f"metrics=[{line}]")):
+            step(metrics=[given])
+    with told(tmg.errors.LossError, r"BinaryAccuracy\(\)"):
+        step(metrics=["accuracy"])
+    with strategy_of(2).scope():
+        made_of = [error(), keras.metrics.MeanMetricWrapper(keras.losses.huber)]
+    step(metrics=[*made_of, _accuracy()])(BATCH)
+
+
+def _accuracy() -> Any:
+    with strategy_of(2).scope():
+        return keras.metrics.BinaryAccuracy()
+
+
 @example("With forward the step sees no labels and predictions")
 def metrics_beside_forward(told: Told) -> None:
     with strategy_of(2).scope():
@@ -584,6 +608,35 @@ def another_seed_in_each_call(told: Told) -> None:
     with told(tmg.TfMultiGpuError, "in the scope"):
         by_forward(noisy(lambda: keras.random.SeedGenerator(1)))
     by_forward(noisy(lambda: once))
+
+
+@example("A variable is created in a step, where each replica")
+def a_variable_of_the_first_call(told: Told) -> None:
+    class Scaled(keras.losses.Loss):
+        scale: Any = None
+
+        def call(self, y: Any, outputs: Any) -> Any:
+            if self.scale is None:
+                self.scale = tf.Variable(2.0, trainable=False)
+            return tf.reduce_mean(self.scale * tf.square(y - outputs), -1)
+
+    class ScaledAtOnce(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = keras.Variable(1.0, trainable=False)
+
+    def another(y: Any, outputs: Any) -> Any:
+        return tf.Variable(2.0) * tf.square(y - outputs)
+
+    with told(tmg.ScopeError, r"created in .*Scaled\.call \(line \d+ of of_steps\.py\)"):
+        step(loss=Scaled())(BATCH)
+    with strategy_of(2).scope():
+        loss = ScaledAtOnce()
+    step(loss=loss)(BATCH)
+    alone = tf.distribute.get_strategy()
+    with told(tmg.ScopeError, "singleton tf.Variables"):
+        tmg.make_train_step(dense(), keras.optimizers.SGD(), another, alone)(BATCH)
+    tmg.make_train_step(dense(), keras.optimizers.SGD(), ScaledAtOnce(), alone)(BATCH)
 
 
 @example("The batch was cut for another strategy")

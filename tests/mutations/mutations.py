@@ -19,6 +19,7 @@ from step_mutations import STEPS
 from tables_mutations import TABLES
 from testing_mutations import TESTING
 from threads_mutations import THREADS
+from words_mutations import WORDS
 from worker_mutations import PROCESSES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -26,5 +27,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
     *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *DIVIDED, *FIRST_STEP),
-    *OPERATIONS,
+    *(*OPERATIONS, *WORDS),
 )

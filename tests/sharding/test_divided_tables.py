@@ -160,3 +160,23 @@ def test_a_kernel_larger_than_every_device_is_refused_before_it_is_made() -> Non
         dense = layers.Dense(1000, kernel_initializer=never, name="output")
         with pytest.raises(tmg.errors.DataError, match=r"'output/kernel' of 4,000,000 bytes"):
             dense.build((None, 1000))
+
+
+# Fails if the part of a table that is refused reads as all of it.
+def test_what_is_refused_of_a_table_is_a_part_of_it() -> None:
+    with pytest.raises(tmg.errors.DataError) as caught:
+        divided(0.4, 0.4, name="items")
+    assert "Received: part 1 of 2 of the table 'items/embeddings' of " in str(caught.value)
+
+    strategy = unused_strategy(2)
+    room = {f"CPU:{i}": 0.6 * BYTES for i in range(2)}
+    with strategy.scope(), tmg.sharded_variables(memory=room):
+        layer = layers.Embedding(IDS, WIDTH, name="items")
+        layer.build((None,))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(layer.trainable_variables)
+    with pytest.raises(tmg.TfMultiGpuError, match="part 1 of 2 of the table 'items/embeddings'"):
+        strategy.run(lambda: layer.embeddings.value.assign(tf.zeros([IDS, WIDTH])))
+    zeros = [tf.zeros([IDS, WIDTH])]
+    with pytest.raises(tmg.TfMultiGpuError, match="'embeddings:0' on 2 devices"):
+        strategy.run(lambda: optimizer.apply(zeros, layer.trainable_variables))

@@ -21,6 +21,7 @@ from tfmultigpu.errors import (
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
+from tfmultigpu.strategies import factory
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 
 WITHOUT_A_GPU = pytest.mark.skipif(
@@ -68,6 +69,22 @@ def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFix
     assert strategy.extended.worker_devices[0].endswith("CPU:0")
     (record,) = caplog.records
     assert record.getMessage().startswith("Training runs on CPU:0, without a GPU: ")
+
+
+# Fails if a worker of several reads as a program that trains alone.
+@WITHOUT_A_GPU
+def test_a_worker_says_which_it_is_and_how_many_replicas_there_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config(["a:2222", "b:2222", "c:2222"], 1))
+    alone = tf.distribute.OneDeviceStrategy("CPU:0")
+    monkeypatch.setattr(factory, "_join", lambda *_: alone)
+    with caplog.at_level(logging.WARNING, "tfmultigpu"):
+        create_strategy()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "Training runs on CPU:0 of worker 1 of 3 at b:2222 (TF_CONFIG), 3 replicas in all, without"
+    )
 
 
 @WITHOUT_A_GPU

@@ -89,7 +89,7 @@ class GradientAccumulator:
         count = tf.convert_to_tensor(self._count)
         return count if tf.inside_function() else int(count)
 
-    def add(self, gradients: Sequence[Gradient], weight: Scalar) -> None:
+    def add(self, gradients: Sequence[Gradient], weight: Scalar = None) -> None:
         """Adds one micro-batch on this replica, without communication; replica context.
 
         Args:
@@ -98,10 +98,18 @@ class GradientAccumulator:
                 its weight, a scalar, which will divide the sum.
 
         Raises:
+            TypeError: The weight is missing.
             TfMultiGpuError: The number of gradients is not the number of variables; the call is
                 outside a replica; only some of the losses have ``reduction="sum"``; or the
                 accumulator was created under another strategy.
         """
+        if weight is None or isinstance(weight, str):
+            raise TypeError(
+                "add needs the weight by which the sum of these losses is to be divided: replicas "
+                f"and micro-batches need not have the same. Received: weight={weight!r}. Write "
+                "accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
+                "pair = tmg.loss_sum(loss, y, outputs); or give the number of rows in the sum."
+            )
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
                 "add takes one gradient for each variable.",

@@ -77,18 +77,21 @@ def resolve_devices(
 def _not_found(
     asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None
 ) -> DeviceNotFoundError:
-    write = "Leave devices out."
+    lines = ["Leave devices out."]
     if here:
-        write = f"Write {list(here)!r}, or some of these."
+        lines = [f"Write {list(here)!r}, or some of these."]
     if no_gpu:
-        write += f" No more GPUs: {no_gpu}."
+        lines.append(f"No more GPUs: {no_gpu}.")
     alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
     if len(alike) == 1:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)
-        write += (
-            " To try several replicas on one device, which is no faster, write as the first line "
-            f'tmg.split_device("{alike[0]}", parts={parts}).'
+        split = (
+            "To try several replicas on one device, which is no faster, write directly after the "
+            f'imports tmg.split_device("{alike[0]}", parts={parts}).'
         )
+        # Who has nothing but a CPU has come to try.
+        lines.insert(0 if here == ("CPU:0",) else len(lines), split)
+    write = " ".join(lines)
     return DeviceNotFoundError(
         f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
         "for ever, or use the CPU without a message.",

@@ -55,8 +55,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
 
     def __exit__(self, *error: object) -> None:
         """Assigns nothing: the step does, where all has succeeded."""
-        super().__exit__(*error)
+        # Keras now creates variables that this code has asked for: they are not deferred here.
         _scope_of_thread.reset(self._tokens.pop())
+        super().__exit__(*error)
 
     @contextmanager
     def noting_reads(self) -> Iterator[dict[int, Tensor]]:
@@ -152,11 +153,13 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     @contextmanager
     def _left(self) -> Iterator[None]:
         """Leaves the scope for a while, in which Keras would not assign."""
+        token = _scope_of_thread.set(None)
         super().__exit__()
         try:
             yield
         finally:
             super().__enter__()
+            _scope_of_thread.reset(token)
 
 
 def deferred_here() -> DeferredAssignments | None:

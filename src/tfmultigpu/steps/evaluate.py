@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.errors import LossError
 from tfmultigpu.lists import names_of
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_values_alike
@@ -101,12 +102,27 @@ class EvalStep(ModelStep, Looped):
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)
+        found = terms or self.step_metrics.all or deferred.variables or self.key()
+        if not found:
+            raise LossError(
+                "There is nothing to evaluate: no loss and no metric was given, and no layer adds "
+                "one. Zeros would look like a result.",
+                "loss=None, metrics=()",
+                "Write model.compile(loss='mse') or another loss, for a step "
+                "make_eval_step(model, 'mse', strategy); or for a loss of your own "
+                "make_eval_step(model, None, strategy, forward=f).",
+            )
         trace.note(Layout.of(terms, trains=False), (), deferred.variables)
         return Pass((), stack(terms, rows.weight), deferred.values_of(trace.state))
 
-    def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for code that watches its layers; traced."""
-        self.forward(shard, training=False)
+    def run_model(self, shard: Shard) -> list[Tensor]:
+        """Runs the forward pass on a shard, for code that watches its layers; traced.
+
+        Returns:
+            The sum of each term of the loss.
+        """
+        terms, _ = self.forward(shard, training=False)
+        return [term.sum for term in terms]
 
     def on_one_device(self) -> EvalStep:
         """Returns the same for the default strategy."""

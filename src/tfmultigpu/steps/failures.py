@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.number_of_losses import as_rows_error
 from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Function, Scalar, Untyped
@@ -48,6 +49,8 @@ def explaining_failures(
             )
         raise
     except ValueError as error:
+        if "singleton tf.Variables" in str(error):
+            raise new_variable(str(error).partition(". ")[0]) from error
         if type(error) is ValueError and "shape" in str(error):  # Of Keras, for a layer's input.
             error.add_note("Of single examples make a batch: dataset.batch(global_batch_size).")
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import keras
@@ -27,6 +28,15 @@ from tfmultigpu.types import (
     Tensor,
     Untyped,
 )
+
+_WITHOUT_LABELS = keras.metrics.Mean, keras.metrics.Sum
+_BY_SHAPES = {
+    "accuracy": "Accuracy",
+    "acc": "Accuracy",
+    "crossentropy": "Crossentropy",
+    "ce": "Crossentropy",
+}
+_LABELS = "SparseCategorical", "Categorical", "Binary"
 
 
 class Output(NamedTuple):
@@ -115,7 +125,8 @@ class StepMetrics:
                 "With forward the step sees no labels and predictions, so it cannot update "
                 "metrics.",
                 f"metrics={plain!r}",
-                "Call metric.update_state(y_true, y_pred) inside forward instead.",
+                "Make it an attribute of the model, and call model.metric.update_state(y, outputs) "
+                "in forward.",
             )
         weighted = forward.objective.weighted_metrics
         self._plain, self._weighted, self._strategy = plain, weighted, strategy
@@ -164,12 +175,34 @@ def _zeros(spec: BatchSpec) -> tf.Tensor:
     return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
 
 
+def _line_for(given: Untyped) -> str:
+    """Returns the line to write in place of what is not a metric of labels and predictions."""
+    kind = given
+    if isinstance(given, str):
+        if given in _BY_SHAPES:  # Of which model.compile chooses one, by the shapes.
+            kinds = [f"keras.metrics.{labels}{_BY_SHAPES[given]}()" for labels in _LABELS]
+            return f"Create it in strategy.scope(), by your labels: {' or '.join(kinds)}."
+        with suppress(ValueError):  # No metric has this name.
+            kind = type(keras.metrics.get(given))
+    if inspect.isfunction(kind):
+        line = f"keras.metrics.MeanMetricWrapper({kind.__name__})"
+    elif inspect.isclass(kind) and kind not in _WITHOUT_LABELS:
+        home = "keras.metrics." if hasattr(keras.metrics, kind.__name__) else ""
+        line = f"{home}{kind.__name__}()"
+    else:
+        return (
+            "The loss is in the logs of each step; other values come from forward, or from the "
+            "logs."
+        )
+    return f"Create it in strategy.scope(): metrics=[{line}]."
+
+
 def _check(metric: KerasMetric, strategy: tf.distribute.Strategy) -> None:
     refuse_legacy_keras(metric)
     takes_labels = isinstance(metric, keras.metrics.Metric)
     try:
         inspect.signature(metric.update_state).bind("y_true", "y_pred")
-        takes_labels &= type(metric) not in (keras.metrics.Mean, keras.metrics.Sum)
+        takes_labels &= type(metric) not in _WITHOUT_LABELS
     except (AttributeError, TypeError):
         takes_labels = False
     if not takes_labels:
@@ -177,7 +210,6 @@ def _check(metric: KerasMetric, strategy: tf.distribute.Strategy) -> None:
             "A metric of a step is a keras.metrics.Metric that compares labels with predictions: "
             "update_state(y_true, y_pred).",
             repr(metric),
-            "The loss is in the logs of each step; other values come from forward, or from the "
-            "logs.",
+            _line_for(metric),
         )
     check_scope(metric.variables, strategy, "metric")

@@ -96,9 +96,10 @@ class PredictStep(ModelStep):
         assign(variables, list(map(deferred.current, variables)), [])
         return outputs
 
-    def run_model(self, shard: Shard) -> None:
-        """Runs the model on a shard, for code that watches its layers; traced."""
+    def run_model(self, shard: Shard) -> list[Tensor]:
+        """Runs the model on a shard, for code that watches its layers; traced. It has no loss."""
         self.model(unpack_batch(shard)[0], training=False)
+        return []
 
     def on_one_device(self) -> PredictStep:
         """Returns the same for the default strategy."""

@@ -1,4 +1,4 @@
-"""What is looked for in the trace of a step: effects, and variables without a gradient."""
+"""What is looked for in the trace of a step: effects, new variables, and those without gradient."""
 
 from __future__ import annotations
 
@@ -7,12 +7,57 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu.errors import LossError
-from tfmultigpu.types import KerasVariable, Operation, Tensor
+from tfmultigpu._patch import patching
+from tfmultigpu.errors import LossError, ScopeError
+from tfmultigpu.steps.assignments import deferred_here
+from tfmultigpu.types import Function, KerasVariable, Nested, Operation, Tensor
+
+
+@contextmanager
+def refusing_new_variables() -> Iterator[None]:
+    """Refuses variables that code of the user creates in the context, on a replica of several.
+
+    TensorFlow would fail with an error about placeholders, or Keras about a stateless scope. What
+    works stays: Keras creates a variable with an initializer after that code, as for a metric that
+    builds itself, and a ``tf.function`` of the user's creates its own before its second trace.
+    """
+
+    def create(original: Function, **options: object) -> Nested:
+        if deferred_here() is not None:
+            raise new_variable(_described(options.get("name")))
+        return original(**options)
+
+    def begin(original: Function, variable: KerasVariable, *args: object, **kwargs: object) -> None:
+        initial = args[0] if args else kwargs.get("initializer")
+        is_value = not (callable(initial) or isinstance(initial, str))
+        if is_value and deferred_here() is not None:
+            raise new_variable(_described(kwargs.get("name")))
+        original(variable, *args, **kwargs)
+
+    with tf.variable_creator_scope(create), patching(keras.Variable, "__init__", begin):
+        yield
+
+
+def _described(name: object) -> str:
+    what = f"variable {name!r}" if name else "a variable"
+    return f"{what}, created in {place_of_user()}"
+
+
+def new_variable(received: str) -> ScopeError:
+    """Returns the error for code of the user that creates a variable in a step."""
+    return ScopeError(
+        "A variable is created in a step, where each replica and each trace would create another.",
+        received,
+        "Create it once, before the step: in __init__ of a loss, metric or model, or in build "
+        "of a layer, which is made in the scope:\n"
+        "    with strategy.scope():\n"
+        "        scale = keras.Variable(1.0, trainable=False)",
+    )
 
 
 @contextmanager
@@ -49,9 +94,24 @@ def check_gradients(variables: list[KerasVariable], gradients: list[Tensor]) -> 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user, as Python's ``skip_file_prefixes`` from version 3.12 on."""
+    _, level = _frame_of_user()
+    warnings.warn(message, category, stacklevel=level)
+
+
+def place_of_user() -> str:
+    """Returns the function of the user that is being traced, with its file and line."""
+    frame, _ = _frame_of_user()
+    if frame is None:
+        return "code without a name"
+    name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+    return f"{name} (line {frame.f_lineno} of {Path(frame.f_code.co_filename).name})"
+
+
+def _frame_of_user() -> tuple[FrameType | None, int]:
+    """Returns the innermost frame of the user, and its ``stacklevel`` for the caller."""
     packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
     prefixes = tuple(map(str, packages))
-    level, frame = 1, inspect.currentframe()
+    level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(prefixes):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    return frame, level

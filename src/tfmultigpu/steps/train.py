@@ -209,9 +209,14 @@ class TrainStep(ModelStep, Looped):
         gradient, tally = phases.divide(self, sums, shards, passes[0].state, trace)
         return tally, passes, gradient
 
-    def run_model(self, shard: Shard) -> None:
-        """Runs the forward pass on a shard, for code that watches its layers; traced."""
-        self.forward(shard, training=True)
+    def run_model(self, shard: Shard) -> list[Tensor]:
+        """Runs the forward pass on a shard, for code that watches its layers; traced.
+
+        Returns:
+            The sum of each term of the loss.
+        """
+        terms, _ = self.forward(shard, training=True)
+        return [term.sum for term in terms]
 
     def with_features(self, features: Sequence[Feature]) -> TrainStep:
         """Returns the same step with other features; it trains the same variables."""

@@ -117,6 +117,8 @@ def create_strategy(
     counted = devices is None or isinstance(devices, int)
     if counted and plan.kind != "tpu" and not facts.of_kind("GPU"):
         where = ", ".join(plan.devices)
+        if plan.kind == "multi_worker":
+            where += f" of {facts.cluster}, {plan.num_replicas} replicas in all"
         _log.warning("Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
     _log.info("%s", plan)
     names = [f"/device:{name}" for name in plan.devices]

@@ -103,6 +103,8 @@ def choose(
             line = 'Write "auto", and name devices in devices=["GPU:0", "GPU:1"].'
             if similar:
                 line = f'Write {name}="{similar[0]}".'
+            elif name == "prefer" and (not isinstance(value, str) or ":" in value):
+                line = f"Write create_strategy(devices={value!r})."  # As the first argument.
             raise ValueError(
                 f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. {line}"
             )

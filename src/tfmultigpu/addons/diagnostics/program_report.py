@@ -184,6 +184,8 @@ def _check_model(
     severity, code, devices = "error", "model-scope", listed(tuple(dict.fromkeys(copies)))
     if strategy.num_replicas_in_sync == 1 and len(here) > 1 and not outside:
         code = "no-strategy"
+        if not is_default(strategy):
+            severity = "note"  # The strategy of one device was asked for.
         what = f"The model is on one device, by {describe(strategy)}; here are {listed(here)}."
         change = f"{create}, and {_SCOPE} around the model and the optimizer"
     elif not (model.built and model.variables):  # As is_built of steps, which import Keras.

@@ -26,7 +26,8 @@ _FORWARD = """Write its loss as a forward, with one value for each row:
         return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
     model.compile(optimizer=...); tmg.fit(model, data, forward=forward)
 To evaluate: tmg.make_eval_step(model, None, strategy, forward=forward).
-Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step))."""
+Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step)).
+What becomes of each line of a train_step: docs/own-steps.md, "Port a train_step"."""
 _METRICS = "Give metrics to model.compile(metrics=[...]), or update them in a forward."
 _PIPELINE = """A task of KerasHub preprocesses in its fit what a batch holds. Do so in the data:
     data = data.map(task.preprocessor)
@@ -158,11 +159,14 @@ def check_names(
     function: str, arguments: Mapping[str, object], known: Collection[str], otherwise: str = ""
 ) -> None:
     """Checks that a function knows arguments by their names; an error names similar ones."""
+    compiled = inspect.signature(keras.Model.compile).parameters
     for name in arguments.keys() - set(known):
         similar = difflib.get_close_matches(name, known) or sorted(known)
+        line = f"Write {' or '.join(similar)}.{otherwise}"
+        if name in compiled:
+            line = f"Write model.compile(..., {name}=...), in the scope of the strategy."
         raise TypeError(
-            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. Write "
-            f"{' or '.join(similar)}.{otherwise}"
+            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. {line}"
         )
 
 

@@ -239,5 +239,7 @@ def _check_only_optimizer(model: KerasModel) -> None:
         raise LossError(
             "forward computes the loss itself and shows no labels and predictions to metrics.",
             f"forward, and a model compiled with {' and '.join(compiled)}",
-            "Write model.compile(optimizer=...), and update metrics of the model in forward.",
+            "Write model.compile(optimizer=...). A metric is an attribute of the model, "
+            "model.accuracy = keras.metrics.BinaryAccuracy() in the scope, and forward updates it: "
+            "model.accuracy.update_state(y, outputs).",
         )

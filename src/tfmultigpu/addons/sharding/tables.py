@@ -181,6 +181,11 @@ def rows_of_devices(
     return rows
 
 
+def part_in_words(number: int, count: int, name: str) -> str:
+    """Returns what a message says of one of ``count`` parts of a table that is being created."""
+    return f"part {number + 1} of {count} of the table {_private.path_of(name)!r}"
+
+
 def create_parts(
     make_variable: Callable[..., tf.Variable],
     devices: Sequence[str],
@@ -192,17 +197,19 @@ def create_parts(
     """Creates a table from the first values of its parts, each made on its device.
 
     Args:
-        make_variable: ``make_variable(device, value, name, trainable=trainable)``.
+        make_variable: ``make_variable(device, value, name, trainable=..., part=...)``, the part
+            in words.
         devices: The device of each part.
         values: The rows of each part.
         name: The name of the table.
         trainable: Whether it is trained.
     """
     parts: list[tf.Variable] = []
-    for device in devices:
+    for number, device in enumerate(devices):
         with tf.init_scope(), tf.device(device):
             value = tf.convert_to_tensor(next(values))
-        parts.append(make_variable(device, value, name, trainable=trainable))
+        part = part_in_words(number, len(devices), name)
+        parts.append(make_variable(device, value, name, trainable=trainable, part=part))
     rows = [int(part.shape[0] or 0) for part in parts]
 
     def create_like(_: _Value, **options: _Value) -> RowParts:

@@ -94,28 +94,28 @@ class _Loads:
         size: int,
         memory: tuple[float, ...] | None,
         *,
-        is_part: bool = False,
+        part: str = "",
     ) -> None:
-        """Checks that a device holds one variable more, or a part of one."""
+        """Checks that a device holds one variable more, or the ``part`` of one, in words."""
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
-            name = _private.path_of(name)
+            what = part or repr(_private.path_of(name))
             # More devices, or other variables elsewhere, do not help.
-            if size > max(memory) and not is_part:
+            if size > max(memory) and not part:
                 raise DataError(
                     "One variable is larger than every device, and only the table of a "
                     "keras.layers.Embedding is divided.",
-                    f"{name!r} of {size:,} bytes; {table}",
+                    f"{what} of {size:,} bytes; {table}",
                     "Make it of several layers, each with a part of the units or classes, and "
                     "join their outputs: keras.ops.concatenate(parts, axis=-1). Or halve it: "
                     "dtype='bfloat16'.",
                 )
             raise DataError(
                 "The variables do not fit on the devices.",
-                f"{name!r} of {size:,} bytes, after {table}",
+                f"{what} of {size:,} bytes, after {table}",
                 "Take more devices, or `del` other models, which count too.",
             )
 
@@ -255,8 +255,9 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             _check_alike(strategy, name, table)
             places = [number for number, count in enumerate(rows) if count]
             row = table.size // table.shape[0]
-            for number in places:
-                loads.check(number, name, rows[number] * row, limits.memory, is_part=True)
+            for place, number in enumerate(places):
+                part = tables.part_in_words(place, len(places), name)
+                loads.check(number, name, rows[number] * row, limits.memory, part=part)
             for number in places:
                 loads.add(number, rows[number] * row)
         counts = [rows[number] for number in places]
@@ -264,8 +265,8 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         values = _of_first_worker(strategy, table.make_parts(counts), devices)
         make = functools.partial(_on_device, strategy)
         divided = tables.create_parts(make, devices, values, name, trainable=True)
-        for number, part in zip(places, divided.parts, strict=True):
-            weakref.finalize(part, loads.forget, number, rows[number] * row)
+        for number, of_device in zip(places, divided.parts, strict=True):
+            weakref.finalize(of_device, loads.forget, number, rows[number] * row)
         return divided
 
     for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
@@ -336,10 +337,12 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
         if args and not any(isinstance(one, tf.distribute.DistributedValues) for one in args):
             with tf.device(variable.device):
                 return function(variable, *args, **(options.get("kwargs") or {}))
+        where = parse_device_name(variable.device)
+        if isinstance(variable, RowParts):
+            where = f"{len(variable.parts)} devices"
         raise TfMultiGpuError(
             "A sharded variable is updated once, not by every replica.",
-            f"optimizer.apply, or Keras' own fit, for {variable.name!r} on "
-            f"{parse_device_name(variable.device)}",
+            f"optimizer.apply, or Keras' own fit, for {variable.name!r} on {where}",
             "Write tmg.fit(model, data) or tmg.make_train_step(model, optimizer, loss, strategy).",
         )
 
@@ -347,20 +350,29 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
     wrap_for_good(strategy.extended, "update", update_mirrored)
 
 
-def _refuse_replicas(variable: KerasVariable, write: str) -> None:
-    """Raises an error if a replica writes to a sharded variable, which each would do once more."""
+def _refuse_replicas(part: str, variable: KerasVariable, write: str) -> None:
+    """Raises an error if a replica writes to a sharded variable, which each would do once more.
+
+    Args:
+        part: The part of a table that the variable is, in words; "" for a whole variable.
+        variable: The variable.
+        write: The name of the method that writes.
+    """
     context: Any = tf.distribute.get_replica_context()
     if context is None or context.strategy is not variable.distribute_strategy:
         return
     raise TfMultiGpuError(
         "All replicas share a sharded variable, so none may write to it.",
-        f"{write} of {variable.name!r} in a replica",
+        f"{write} of {part or repr(variable.name)} in a replica",
         "Create it by add_weight(..., trainable=False), which is mirrored, or outside "
         "tmg.sharded_variables().",
     )
 
 
-_on_device = functools.partial(_private.variable_on_device, check_write=_refuse_replicas)
+def _on_device(*args: Any, trainable: bool, part: str = "") -> Any:
+    """Creates a variable as ``variable_on_device`` does, to which no replica may write."""
+    check = functools.partial(_refuse_replicas, part)
+    return _private.variable_on_device(*args, trainable=trainable, check_write=check)
 
 
 def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:

@@ -1,9 +1,11 @@
-"""Finding the first layer or loss whose result depends on the cut, and the line to write."""
+"""Finding the first draw, layer or loss that depends on the cut, and the line to write."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,11 +18,12 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, cast_all
 from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.batches import cut_batch, shards_of
-from tfmultigpu.steps.features.draws import sharing_seeds
+from tfmultigpu.steps.features.draws import sharing_seeds, watching_draws
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.replicas import on_replicas, tracing_model
 from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Array, Function, KerasLayer, Nested, Shard, Tensor
 
 _ROWS = 4  # Of each replica.
@@ -66,6 +69,22 @@ _DRAWS = (
     "tf.concat([real, fake], 0), or mixes rows. Call the model for each: model(real), model(fake); "
     "mix global batches: dataset.map(lambda x, y: (layer(x, training=True), y))."
 )
+_BLOCKS = (
+    "A replica takes the entries of one row to lie side by side, and in tf.concat([fake, real], 0) "
+    "they are a batch apart. Draw once for each part, with rows = tf.shape(x)[0]: "
+    "tf.concat([keras.random.normal((rows, 4), seed=seeds) for _ in range({times})], 0)."
+)
+_REST = (
+    "A replica draws the first of these numbers, not those of its rows. Draw for the rows alone, "
+    "keras.random.normal((rows, 4), seed=seeds) with rows = tf.shape(x)[0], and by a call of its "
+    "own what belongs to no row."
+)
+_GENERATOR = (
+    "Each replica draws by a state of its own. Create seeds = keras.random.SeedGenerator(1) in the "
+    "scope, and write keras.random.normal((rows, 4), seed=seeds): each replica then draws the rows "
+    "of one device."
+)
+_OF_GENERATOR = "RngReadAndSkip"  # The operation by which it counts on.
 _LAYER = (
     "It computes with several rows at once. Let it look at one row at a time (axis=-1), apply it "
     "to global batches in dataset.map, or compute it in forward= from the rows of all replicas: "
@@ -78,10 +97,28 @@ _IN_PARTS = (
 )
 
 
-def explain(found: Sequence[Quantity], layer: KerasLayer, step: Step) -> tuple[str, str]:
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """What depends on the cut, as a forward pass over a few rows shows it.
+
+    Attributes:
+        layer: The first layer or operation of Keras that does; None if all agree.
+        draw: A draw that is not of the rows of its replica, in words; "" for none.
+        advice: The line to write in place of the draw.
+    """
+
+    layer: KerasLayer = None
+    draw: str = ""
+    advice: str = ""
+
+
+def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[str, str]:
     """Returns the first thing that depends on the cut, and the line to write."""
     import keras
 
+    if culprit.draw:
+        return culprit.draw, culprit.advice
+    layer = culprit.layer
     if layer is not None:
         path = getattr(layer, "path", None) or getattr(layer, "name", "")
         advice = _LAYER
@@ -115,10 +152,43 @@ def explain_norms(layers: Sequence[KerasLayer]) -> Verification:
     return Verification("different", "", (difference,), culprit, _NORM)
 
 
+class _Piece(NamedTuple):
+    """What a forward pass over some rows gave.
+
+    Attributes:
+        first: The number of the first row.
+        rows: How many rows there are.
+        outputs: What the layers returned, in order.
+        sums: The sum of each term of the loss.
+        sizes: For each draw whose first axis is open the length of that.
+    """
+
+    first: Array
+    rows: Array
+    outputs: list[Array]
+    sums: list[Array]
+    sizes: list[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """The forward passes of all replicas of this process, or of one device.
+
+    Attributes:
+        layers: The layers that were called, for each of the outputs.
+        draws: For each draw the line of the user that makes it.
+        pieces: One for each replica.
+    """
+
+    layers: list[KerasLayer]
+    draws: list[str]
+    pieces: list[_Piece]
+
+
 def locate(
     step: Step, device: OneDevice, join: Function, local: list[Shard], offsets: Array, bound: float
-) -> KerasLayer:
-    """Returns the first layer or operation of Keras that depends on the cut; None if all agree.
+) -> Culprit:
+    """Returns the first draw, layer or operation of Keras that depends on the cut.
 
     It runs a forward pass over a few rows in one piece and cut, and compares layer by layer; all
     workers call it. With the weights as they are now: what depends on the cut does so with any.
@@ -129,27 +199,92 @@ def locate(
         few.append(partition.slice_rows(shard, 0, int(counts[number])))
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
     batch = cut_batch(device.twin.strategy, join(few))
-    layers, ((_, _, whole),) = _outputs(step, device.twin, *batch)
-    others, pieces = _outputs(step, step, few, places)
-    if layers != others:
-        return None
-    for number, layer in enumerate(layers):
-        for first, count, outputs in pieces:
-            place = first, first + count, int(places[-1])
-            if not _agrees(whole[number], outputs[number], place, bound):
+    one = _forward(step, device.twin, *batch)
+    cut = _forward(step, step, few, places)
+    if cut.layers != one.layers:
+        return Culprit()
+    layer = _first_apart(one, cut, bound)
+    is_draw = getattr(layer, "seed_generator", None) is not None
+    if is_draw or cut.draws != one.draws:
+        return Culprit(layer)
+
+    for number, place in enumerate(one.draws):
+        times, added = _length(one, cut, number)
+        if times > 0 and added:
+            sign = "-" if added < 0 else "+"
+            draw = f"the draw in {place}, whose first axis is {times} * rows {sign} {abs(added)}"
+            return Culprit(draw=draw.replace(" 1 * rows", " rows"), advice=_REST)
+        if times > 1:
+            # Nothing tells how its rows lie, so it is tried: all workers find the same draws.
+            blocks = _forward(step, step, few, places, in_blocks=True)
+            before, after = (_sums_apart(step, one, passes) for passes in (cut, blocks))
+            if before > 16.0 * bound**2 and before > 16.0 * after:
+                draw = f"the draw in {place}, whose first axis is {times} * rows"
+                return Culprit(draw=draw, advice=_BLOCKS.format(times=times))
+            break
+    if any(_OF_GENERATOR in state.operation for state in step.runner.touched.states):
+        return Culprit(draw="a draw of tf.random.Generator", advice=_GENERATOR)
+    return Culprit(layer)
+
+
+def _first_apart(one: _Passes, cut: _Passes, bound: float) -> KerasLayer:
+    """Returns the first layer of which a replica has other values than one device."""
+    (whole,) = one.pieces
+    for number, layer in enumerate(one.layers):
+        for piece in cut.pieces:
+            place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
+            if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
                 return layer
     return None
 
 
-def _outputs(
-    step: Step, runs: Step, local: list[Shard], offsets: Tensor
-) -> tuple[list[KerasLayer], Nested]:
-    """Returns the layers that are called; for each shard its place, and their outputs."""
+def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
+    """Returns how many times the rows, and how many more, a draw has on its first axis.
+
+    Zeros, if that is not the same for all: then it is not a draw for rows.
+    """
+    (whole,), piece = one.pieces, cut.pieces[0]
+    size, rows = int(whole.sizes[number]), int(whole.rows)
+    if piece.rows == rows:  # One replica, which computes micro-batches.
+        return 0, 0
+    times = (size - int(piece.sizes[number])) // (rows - int(piece.rows))
+    added = size - times * rows
+    for piece in cut.pieces:
+        if piece.sizes[number] != times * piece.rows + added:
+            return 0, 0
+    return times, added
+
+
+def _sums_apart(step: Step, one: _Passes, cut: _Passes) -> float:
+    """Returns how far the added losses of all replicas are from one device's; all workers call it.
+
+    It is relative to the largest.
+    """
+    whole = np.asarray(one.pieces[0].sums)
+    here = np.sum([piece.sums for piece in cut.pieces], axis=0)
+    everywhere = WorkerExchange(step.strategy).floats("the loss of a few rows", here)
+    apart = np.abs(everywhere.sum(axis=0) - whole)
+    return float(np.max(apart, initial=0.0) / max(np.max(np.abs(whole), initial=0.0), 1e-30))
+
+
+def _forward(
+    step: Step, runs: Step, local: list[Shard], offsets: Tensor, *, in_blocks: bool = False
+) -> _Passes:
+    """Runs the model on shards.
+
+    Args:
+        step: The step on the replicas.
+        runs: The step that runs, the same or its twin on one device.
+        local: The shards of this process.
+        offsets: The offsets of all shards.
+        in_blocks: How the entries of draws are taken to lie, as of ``watching_draws``.
+    """
     import keras
 
     layers: list[KerasLayer] = []  # For each output of the last trace.
+    draws: list[str] = []
 
-    def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
+    def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> _Piece:
         graph, kept = tf.compat.v1.get_default_graph(), []
         layers.clear()
 
@@ -164,9 +299,15 @@ def _outputs(
         # Keras offers no access to the outputs of layers inside a subclassed model.
         tracing = tracing_model(runs, rows)
         noting = patching(keras.Operation, "__call__", call)
-        with tracing, DeferredAssignments((), rows.counts()), noting:
-            step.run_model(shard)
-        return rows.first, rows.count, cast_all(kept, tf.float64)
+        watching = watching_draws(in_blocks=in_blocks)
+        with watching as drawn, tracing, DeferredAssignments((), rows.counts()), noting:
+            sums = step.run_model(shard)
+        # A size inside of a loop or a branch does not leave it.
+        seen = [draw for draw in drawn if draw.size.graph is graph]
+        draws[:] = [draw.place for draw in seen]
+        sizes = cast_all([draw.size for draw in seen], tf.int64)
+        outputs, losses = cast_all(kept, tf.float64), cast_all(sums, tf.float64)
+        return _Piece(rows.first, rows.count, outputs, losses, sizes)
 
     def run(local: list[Shard], offsets: Tensor) -> Nested:
         phase: Function = functools.partial(on_replicas, runs.strategy, replica)
@@ -179,8 +320,8 @@ def _outputs(
     specs = tf.nest.map_structure(any_rows, (local, offsets))
     concrete = tf.function(run, autograph=False).get_concrete_function(*specs)
     with putting_back(step, concrete):
-        outputs = concrete(local, offsets)
-    return layers, tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
+        pieces = concrete(local, offsets)
+    return _Passes(layers, draws, tf.nest.map_structure(lambda tensor: tensor.numpy(), pieces))
 
 
 def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: float) -> bool:

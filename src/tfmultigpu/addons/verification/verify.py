@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
-from tfmultigpu.addons.verification.locate import explain, explain_norms, locate
+from tfmultigpu.addons.verification.locate import Culprit, explain, explain_norms, locate
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
@@ -249,7 +249,8 @@ class Verify(Feature):
                 name = found[0].name
             reason = (
                 f"{name} differs between two runs on one device. Draw by keras.random with a "
-                "keras.random.SeedGenerator, which both repeat"
+                "keras.random.SeedGenerator, which both repeat; for tf.concat([fake, real], 0) by "
+                "one draw for each part"
             )
             outcome = Verification("not verified", reason)
         return _Comparison(outcome, one, beyond)
@@ -262,8 +263,8 @@ class Verify(Feature):
         step = one.device.step
         join = functools.partial(join_rows, self._strategy)
         bound = math.sqrt(Rounding(all_layers(step.model)).compute)
-        layer, _ = _attempt(lambda: locate(step, one.device, join, one.local, one.places, bound))
-        culprit, advice = explain(comparison.beyond, layer, step)
+        found, _ = _attempt(lambda: locate(step, one.device, join, one.local, one.places, bound))
+        culprit, advice = explain(comparison.beyond, found or Culprit(), step)
         return dataclasses.replace(outcome, culprit=culprit, advice=advice)
 
 

@@ -7,18 +7,22 @@ numbers, by starting to count further on.
 
 A draw is *by row* if the length of its first axis is open while the step is traced, as every
 batch's is. A draw of known shape, such as one factor for all rows, stays as it is: the same on
-every replica, which is what one device draws. If a model joins rows of several passes, or draws by
-other functions, its draws are not one device's; the first step says so.
+every replica, which is what one device draws. A draw of several times as many rows, such as the
+noise of ``tf.concat([fake, real], 0)``, has these side by side for each row, not block after block:
+nothing in its shape tells. If a model joins rows of several passes, or draws by other functions,
+its draws are not one device's; the first step says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 
 import keras
 import tensorflow as tf
@@ -30,6 +34,7 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.lists import pick
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.trace import place_of_user
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.types import Function, Nested, Options, Scalar, SeedGenerator, Tensor
 
@@ -42,6 +47,47 @@ _COUNTED = {
 }
 # Of these all rows are drawn, and cut.
 _CUT = "stateless_truncated_normal", "stateless_gamma", "stateless_binomial"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A draw whose first axis is open, as one replica made it.
+
+    Attributes:
+        place: The file and the line of the user that draws.
+        size: The length of the first axis, an int scalar.
+    """
+
+    place: str
+    size: Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedDraws:
+    """The draws of one replica that somebody watches.
+
+    Attributes:
+        in_blocks: Whether the entries of a draw of ``k * rows`` lie block after block, one block
+            for each of ``k`` parts, and not side by side for each row.
+        drawn: The draws whose first axis is open, so far.
+    """
+
+    in_blocks: bool
+    drawn: list[Drawn] = dataclasses.field(default_factory=list)
+
+
+_watched: ContextVar[WatchedDraws | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watching_draws(*, in_blocks: bool) -> Iterator[list[Drawn]]:
+    """Yields a list of the draws of this thread whose first axis is open; also on one device."""
+    watched = WatchedDraws(in_blocks)
+    token = _watched.set(watched)
+    try:
+        yield watched.drawn
+    finally:
+        _watched.reset(token)
 
 
 class GlobalSeeds:
@@ -154,7 +200,8 @@ class Draws(Feature):
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has layers draw the rows of this replica."""
         strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync == 1 and rows.parts is None:
+        is_whole = strategy.num_replicas_in_sync == 1 and rows.parts is None
+        if is_whole and _watched.get() is None:
             yield
             return
         wrappers: dict[str, Function] = {
@@ -186,6 +233,14 @@ def _place(rows: Rows, size: Scalar) -> tuple[Scalar, Scalar]:
         return first * times, tf.where(times > 0, total * times, size)
 
 
+def _places_in_blocks(rows: Rows, size: Scalar) -> Tensor:
+    """Returns which entries of a draw are of these rows, if they lie block after block."""
+    first, count, total = cast_all(rows[:3], tf.int32)
+    numbers = tf.range(size)
+    places = numbers // count * total + first + numbers % count
+    return tf.where(size % count == 0, places, numbers)
+
+
 def _draw(
     rows: Rows, counted: Scalar, original: Function, *args: object, **kwargs: object
 ) -> Tensor:
@@ -198,7 +253,13 @@ def _draw(
     if not static.rank or static[0] is not None:
         return original(*call.args, **call.kwargs)
     first, total = _place(rows, shape[0])
-    if counted and options["alg"] in _AUTOMATIC and tf.as_dtype(options["dtype"]).is_floating:
+    watched = _watched.get()
+    in_blocks = False
+    if watched is not None:
+        watched.drawn.append(Drawn(place_of_user(), shape[0]))
+        in_blocks = watched.in_blocks
+    is_counted = counted and not in_blocks and options["alg"] in _AUTOMATIC
+    if is_counted and tf.as_dtype(options["dtype"]).is_floating:
         return _count_on(first, shape, options, counted)
     for name in options.keys() - {"shape", "seed"}:
         parameter = options[name]
@@ -206,6 +267,8 @@ def _draw(
             return original(*call.args, **call.kwargs)
     options["shape"] = tf.concat([[total], shape[1:]], 0)
     drawn = original(*call.args, **call.kwargs)
+    if in_blocks:
+        return tf.gather(drawn, _places_in_blocks(rows, shape[0]))
     begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
     own = tf.slice(drawn, begin, tf.concat([shape[:1], tf.shape(drawn)[1:]], 0))
     return tf.ensure_shape(own, [None, *drawn.shape[1:]])
