@@ -68,7 +68,4 @@ from tfmultigpu.steps import (
     rows as rows,
     synchronize_batch_norm as synchronize_batch_norm,
 )
-from tfmultigpu.strategies import (
-    create_strategy as create_strategy,
-    plan_strategy as plan_strategy,
-)
+from tfmultigpu.strategies import create_strategy as create_strategy, plan_strategy as plan_strategy

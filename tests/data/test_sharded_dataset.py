@@ -212,13 +212,6 @@ def test_copies_are_given_if_asked_for_and_each_row_counts_its_part() -> None:
         np.testing.assert_allclose(total, [[1.0] * 2, [4 + 9 + 16 + 25 + 36.0] * 2], rtol=1e-6)
 
 
-def test_small_batches_must_be_known() -> None:
-    strategy = strategy_of(2)
-    (batch,) = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4))
-    with pytest.raises(tmg.errors.DataError, match="unknown whether the shards of the batch are"):
-        tmg.data.row_weight(batch, strategy)
-
-
 # Fails if what a user computed from shards without rows trains beside whole copies of the rest.
 def test_a_step_refuses_what_was_computed_from_an_empty_shard() -> None:
     build = networks(1, lambda: keras.layers.Dense(1, use_bias=False))

@@ -130,14 +130,6 @@ def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.nda
     assert next(iterator).shape == (2,)
 
 
-def test_a_function_that_returns_the_same_generator_fails_at_the_second_pass() -> None:
-    generator = iter([np.arange(2), np.arange(2)])
-    data = tmg.distribute_dataset(lambda: generator)
-    assert len(list(data)) == 2
-    with pytest.raises(tmg.errors.DataError, match="Make the generator inside the function"):
-        list(data)
-
-
 # PyDataset ----------------------------------------------------------------------------------------
 
 
@@ -253,7 +245,6 @@ def test_a_closed_iterator_ends_its_generator(shards: int, prefetch: bool) -> No
     ("make", "options", "said"),
     [
         (lambda: "train.csv", {"batch_size": 2}, "str is not an array. Received: 'train.csv'"),
-        (lambda: 5, {"batch_size": 2}, "int is not an array. Received: 5"),
         (Loader, {"batch_size": 2}, r"Loader is not an array\..* a function that returns it: lamb"),
         (lambda: Counting(0), {}, "The data yields no batches. Received: 'Counting'"),
         *(

@@ -18,7 +18,6 @@ from tfmultigpu.devices import (
     list_devices,
     list_logical_devices,
     logical_to_physical,
-    split_device,
 )
 from tfmultigpu.devices.names import parse_device_name
 
@@ -266,15 +265,3 @@ def test_names_equal_tensorflows_own() -> None:
     assert list_logical_devices("cpu") == tuple(n for n in real if n.startswith("CPU:"))
     assert [device.name for device in list_devices("CPU")] == ["CPU:0"]  # Split, and yet one.
     assert set(logical_to_physical().values()) == {device.name for device in list_devices()}
-
-
-def test_arguments_of_another_kind_are_answered_with_the_line(subtests: pytest.Subtests) -> None:
-    for kind in (4, "gpus", ""):
-        with subtests.test(kind=kind):
-            for call in (list_devices, list_logical_devices):
-                with pytest.raises(
-                    ValueError, match=rf"Received: kind={kind!r}\. Write tmg\.list_dev"
-                ):
-                    call(kind)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="parts must be a whole number, at least 1"):
-        split_device("CPU:0", parts=0)

@@ -134,7 +134,7 @@ def verbose_of_three(told: Told) -> None:
 @example("A callback must be a keras.callbacks.Callback")
 def a_callback_as_a_class(told: Told) -> None:
     model = compiled()
-    with told():
+    with told(TypeError):
         fit(X, Y, model=model, callbacks=[keras.callbacks.EarlyStopping])
     checkpoints = tmg.Checkpoints("run", model, model.optimizer)
     stopping = keras.callbacks.EarlyStopping(monitor="loss")
@@ -144,7 +144,7 @@ def a_callback_as_a_class(told: Told) -> None:
 @example("BackupAndRestore resumes only Keras' own fit")
 def backup_and_restore(told: Told) -> None:
     model = compiled()
-    with told():
+    with told(tmg.CheckpointError):
         fit(X, Y, model=model, callbacks=[keras.callbacks.BackupAndRestore("backup")])
     checkpoints = tmg.Checkpoints("run", model, model.optimizer)
     checkpoints.restore()

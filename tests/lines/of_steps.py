@@ -144,16 +144,19 @@ def not_built(told: Told) -> None:
 @example("chain_steps takes steps of make_train_step")
 def a_chain_of_functions(told: Told) -> None:
     d_step, g_step = step(), step()
-    with told():
-        tmg.chain_steps(d_step, lambda batch: None)
+    of_three = tmg.make_train_step(made(replicas=3), optimizer_of(3), "mse", strategy_of(3))
+    for wrong in ((d_step, lambda batch: None), ([d_step, g_step],), (), (d_step, of_three)):
+        with told(TypeError):
+            tmg.chain_steps(*wrong)
     tmg.chain_steps(d_step, g_step, names=("d", "g"))
 
 
 @example("Each step needs a name of its own")
 def two_names_alike(told: Told) -> None:
     first, second = step(), step()
-    with told(ValueError):
-        tmg.chain_steps(first, second, names=("step", "step"))
+    for names in (("step", "step"), ("step",)):
+        with told(ValueError):
+            tmg.chain_steps(first, second, names=names)
     tmg.chain_steps(first, second, names=("step_1", "step_2"))
 
 

@@ -349,17 +349,6 @@ def test_what_a_callback_cannot_call(call: Any, words: str) -> None:
     assert words in str(told.value)
 
 
-def test_refused_callbacks(warm: Any, tmp_path: Path) -> None:
-    for callback, error, words in (
-        (callbacks.BackupAndRestore(tmp_path), tmg.errors.CheckpointError,
-         r"only Keras' own fit.*tmg\.Checkpoints\(.*restore\(\), and callbacks=\["),
-        (3, TypeError, r"must be a keras\.callbacks\.Callback\. Received: 3 in"),
-    ):  # fmt: skip
-        for call in (tmg.fit, tmg.evaluate, tmg.predict):
-            with pytest.raises(error, match=words):
-                call(warm, (X, SIZE), callbacks=[callback], verbose=0)
-
-
 @pytest.mark.parametrize("verbose", [0, 1, 2, "auto"])
 def test_the_bar_of_keras_shows_the_logs_of_history(warm: Any, capsys: Any, verbose: Any) -> None:
     capsys.readouterr()

@@ -108,36 +108,6 @@ def test_structures_and_types() -> None:
     np.testing.assert_allclose(out["deep"]["dense"]["last"], expected, atol=1e-6)
 
 
-class Of(keras.Model):
-    """Computes its outputs by a function."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function, self.built = function, True
-
-    def call(self, inputs: Any) -> Any:
-        return self.function(inputs)
-
-
-def test_ragged_outputs_stay_ragged_and_outputs_that_make_no_array_are_told() -> None:
-    def repeated(inputs: Any) -> Any:
-        lengths = tf.cast(inputs[:, 1], tf.int32)
-        return tf.RaggedTensor.from_row_lengths(tf.repeat(inputs[:, 0], lengths), lengths)
-
-    def cut_off(inputs: Any) -> Any:
-        return inputs[:, : tf.cast(tf.reduce_max(inputs), tf.int32)]
-
-    with strategy_of(3).scope():
-        ragged, odd = Of(repeated), Of(cut_off)
-    x = np.stack([np.arange(ROWS), np.arange(ROWS) % 4], axis=1).astype("float32")
-    out = tmg.predict(ragged, x, batch_size=5)
-    assert out.to_list() == [[float(i)] * (i % 4) for i in range(ROWS)]
-    x = np.repeat([[2.0] * 4, [3.0] * 4], 4, axis=0)
-    words = r"examples of shapes \[\(2,\), \(3,\)\]\. Return .*pad the inputs"
-    with pytest.raises(tmg.errors.DataError, match=words):
-        tmg.predict(odd, x, batch_size=4)
-
-
 class Noted(keras.callbacks.Callback):
     def __init__(self, stop_at: int | None) -> None:
         super().__init__()

@@ -163,28 +163,6 @@ def test_a_step_that_raises_has_changed_nothing() -> None:
         assert_equal(state(step), at_the_end)
 
 
-def doubled_if_asked(inputs: Any) -> Any:
-    """Makes two rows of each, which the loss then has values for, where a row asks for that."""
-    asked = tf.cast(tf.reduce_any(tf.equal(inputs[:, 0], 1.0)), tf.int32)
-    return tf.ensure_shape(tf.tile(inputs, [1 + asked, 1]), [None, 4])
-
-
-# Fails if the last check of all, of the sums of all replicas, comes after an update.
-def test_another_number_of_losses_than_rows_is_seen_before_anything_is_assigned() -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Lambda(doubled_if_asked), keras.layers.Dropout(0.3, seed=1)]
-        return network(4, *layers, keras.layers.Dense(1))
-
-    run = Replicated(3, build, sgd, "mse", micro_batches=2)
-    run.step((X, Y[:, :1]))
-    before = [variable.numpy() for variable in run.variables()]
-    asking = X[:1].copy()
-    asking[:, 0] = 1
-    with pytest.raises(tmg.errors.LossError, match="did not return one value per row"):
-        run.step((asking, Y[:1, :1]))
-    assert_equal([variable.numpy() for variable in run.variables()], before)
-
-
 # What is read meanwhile: as if it had been assigned -----------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -84,27 +83,10 @@ def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained(
         np.testing.assert_array_equal(steps[1].model.get_weights()[0], before[1])
 
 
-def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told() -> None:
+def test_names_are_those_of_the_models_or_numbers() -> None:
     first, second = step_of(1, name="critic"), step_of(1, name="generator")
     assert list(tmg.chain_steps(first, second).steps) == ["critic", "generator"]
     assert list(tmg.chain_steps(first, first).steps) == ["step1", "step2"]
-    inputs = keras.Input((3,))
-    model = keras.Model(inputs, {name: keras.layers.Dense(3)(inputs) for name in ("b", "c")})
-    two = tmg.make_train_step(model, keras.optimizers.SGD(), dict.fromkeys("bc", "mse"))
-    with pytest.raises(ValueError, match=r"\['a_b_loss', .* 'a_b' and from one before"):
-        tmg.chain_steps(two, two, names=("a", "a_b"))((X, dict.fromkeys("bc", X)))
-
-
-def test_what_is_no_chain_is_refused_with_the_line_to_write(subtests: pytest.Subtests) -> None:
-    steps = first, second = step_of(1), step_of(1)
-    for arguments, options, kind, text in (
-        (([first, second],), {}, TypeError, "['list'] for 1 strategies. Write tmg.chain_steps(d"),
-        ((), {}, TypeError, "at least one, all for one strategy. Received: []"),
-        ((first, step_of(2)), {}, TypeError, "for 2 strategies"),
-        (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
-    ):
-        with subtests.test(text), pytest.raises(kind, match=re.escape(text)):
-            tmg.chain_steps(*arguments, **options)
 
 
 def test_a_chain_is_profiled_and_explained() -> None:

@@ -62,18 +62,12 @@ def test_what_was_made_elsewhere_or_is_something_else(
 ) -> None:
     strategy = strategy_of(2)
     with strategy.scope():
-        called_outside = keras.Sequential([keras.layers.Dense(3)])
         model, optimizer = classifier(), SGD(0.1)
-    called_outside(X)
     accuracy = [keras.metrics.SparseCategoricalAccuracy()]
-    outside = "The {} was created outside the scope of the strategy"
     make = functools.partial(tmg.make_train_step, strategy=strategy)
     for call, kind, texts in (
-        (lambda: make(called_outside, optimizer, "mse"), ScopeError, (outside.format("model"),)),
-        (lambda: make(model, SGD(0.1), "mse"), ScopeError,
-         (outside.format("optimizer"), r"optimizer = \.\.\.  # or model\.compile\(\.\.\.\)")),
         (lambda: make(model, optimizer, tmg.steps.Objective(LOSS, weighted_metrics=accuracy)),
-         ScopeError, (outside.format("metric"),)),
+         ScopeError, ("The metric was created outside the scope of the strategy",)),
         (lambda: make("net", optimizer, "mse"), TypeError,
          (r"model must be a Keras model\. Received: 'net'",)),
     ):  # fmt: skip

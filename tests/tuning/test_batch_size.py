@@ -15,25 +15,6 @@ import tfmultigpu as tmg
 from tfmultigpu.addons.tuning.batch_size import _ran_out_of_memory
 
 
-class Memory:
-    """Holds so many rows; remembers which sizes were tried."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.tried: list[int] = []
-
-    def __call__(self, size: int) -> None:
-        self.tried.append(size)
-        if size > self.rows:
-            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
-
-
-def test_it_doubles_and_then_bisects() -> None:
-    memory = Memory(100)
-    assert tmg.find_batch_size(memory) == 100
-    assert memory.tried == [32, 64, 128, 96, 112, 104, 100, 102, 101]
-
-
 def test_without_a_limit_it_ends_somewhere() -> None:
     assert tmg.find_batch_size(lambda size: None) == 2**24
 

@@ -64,11 +64,6 @@ def test_memory_that_tensorflow_has_taken_whole(monkeypatch: pytest.MonkeyPatch)
         tmg.memory_capacities(strategy_of(2))
 
 
-def test_the_memory_of_a_cpu_is_not_known() -> None:
-    with pytest.raises(tmg.errors.DataError, match=r"of CPU:1 is not known.*memory=\{'CPU:1': 8"):
-        tmg.memory_capacities(strategy_of(2), memory={"CPU:0": GIB})
-
-
 @pytest.mark.parametrize(
     ("memory", "error", "says"),
     [
@@ -159,8 +154,6 @@ def test_one_replica_has_nothing_to_compare() -> None:
 
 def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     step = Timed(monkeypatch, np.inf, np.inf)
-    with pytest.raises(tmg.errors.DataError, match=r"did not take a replica longer.*64 examples"):
-        tmg.measured_capacities(step, (*BATCH, None))
     for repeats in (0, None, 1.5, True):
         with (
             subtests.test(repeats=repeats),

@@ -80,7 +80,6 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
         ({"SLURM_STEP_NODELIST": "n[1-"}, r'Invalid hostlist format "n\[1-"'),
         ({"SLURM_STEP_NODELIST": "n[3-1]"}, r"5 tasks on 0 nodes, and not 5 tasks on 3 nodes"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, r"Invalid tasks-per-node list format"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, r"5 tasks on 3 nodes, and not 6 tasks on 3"),
         ({"TFMULTIGPU_PORT": "65535"}, r"workers\[1\] must be host:port.*Received: 'n9:65536'"),
         ({"TFMULTIGPU_PORT": "auto"}, r"'TFMULTIGPU_PORT': 'auto'"),
     ],

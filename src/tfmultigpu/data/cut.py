@@ -46,7 +46,6 @@ class Cut:
         on_devices: bool = False,
         copies: bool = False,
     ) -> None:
-        """Stores the attributes."""
         self.strategy, self.shares, self.element_spec = strategy, shares, element_spec
         self.on_devices, self.copies = on_devices, copies
         self.local = local_replicas(strategy)

@@ -25,7 +25,6 @@ class SharedNumber:
     """
 
     def __init__(self) -> None:
-        """Begins with -1."""
         self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
 
     def read(self) -> Scalar:

@@ -67,9 +67,7 @@ def each_row_once(
     return mark_offsets(tf.nest.map_structure(cut, batch), offsets)
 
 
-def with_whole_shards(
-    leaves: Sequence[Tensor],
-) -> tuple[list[Tensor], Tensor, list[tf.Operation]]:
+def with_whole_shards(leaves: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, list[tf.Operation]]:
     """Returns the leaves of a batch with copies in place of shards without rows."""
     whole: list[Tensor] = []
     copies: list[Tensor] = []

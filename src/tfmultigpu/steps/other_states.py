@@ -84,7 +84,6 @@ class Touched:
     """
 
     def __init__(self) -> None:
-        """Begins with nothing."""
         self.states: list[OtherState] = []
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 

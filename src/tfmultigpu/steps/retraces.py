@@ -36,7 +36,6 @@ class Retraces:
     """The traces of one step."""
 
     def __init__(self) -> None:
-        """Begins before the first trace."""
         self._count = self._in_a_row = 0
         self._last: Facts | None = None
         self._changes: dict[str, tuple[object, object]] = {}  # Between the last two traces.

@@ -24,14 +24,7 @@ from tfmultigpu.data.batch_format import cast_all, count_rows
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.tally import Layout, Tallies
-from tfmultigpu.types import (
-    ConcreteFunction,
-    KerasLayer,
-    KerasVariable,
-    Nested,
-    Scalar,
-    Tensor,
-)
+from tfmultigpu.types import ConcreteFunction, KerasLayer, KerasVariable, Nested, Scalar, Tensor
 
 
 class Rows(NamedTuple):

@@ -22,7 +22,6 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        """Begins as a new process does."""
         self.cluster: Untyped = None
         self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 

@@ -22,7 +22,6 @@ class StopSignal:
     """
 
     def __init__(self, number: int) -> None:
-        """Keeps the number of the signal."""
         self.number = number
         self.received = False
         self._before: list[Untyped] = []  # The handler of before, while this listens.
@@ -59,7 +58,6 @@ class StopVote:
     """Decides to stop at the same step on all workers, if any of them was asked to."""
 
     def __init__(self, exchange: WorkerExchange) -> None:
-        """Keeps the exchange of numbers between workers."""
         self._exchange = exchange
         self._every = 1
         self._since = 0

@@ -28,7 +28,6 @@ class WorkerExchange:
     """Lets the ``workers`` processes of a strategy tell each other numbers; this is ``worker``."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        """Makes the exchange for the workers of a strategy."""
         self.strategy = strategy
         local = local_replicas(strategy)
         self.workers = max(1, strategy.num_replicas_in_sync // len(local))

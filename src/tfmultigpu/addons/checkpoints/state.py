@@ -59,7 +59,6 @@ class RunVariables:
         train_step: TrainStep | ChainedStep | None,
         extra: Mapping[str, object] | None,
     ) -> None:
-        """Checks the arguments of ``Checkpoints``."""
         parts = [(model, optimizer)]
         if train_step is not None:
             is_step = isinstance(train_step, (TrainStep, ChainedStep))

@@ -106,7 +106,6 @@ class Rounding:
     """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin."""
 
     def __init__(self, layers: Sequence[KerasLayer]) -> None:
-        """Finds the rounding of all layers of a model."""
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()

@@ -22,7 +22,6 @@ class OtherScale(Feature):
     """
 
     def __init__(self) -> None:
-        """Begins without another scale."""
         self._factor = tf.Variable(tf.ones([]), trainable=False)
 
     def scales(self) -> Iterator[float]:

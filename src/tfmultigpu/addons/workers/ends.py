@@ -36,7 +36,6 @@ class Ends:
     """
 
     def __init__(self, index: int, channels: Mapping[int, Connection]) -> None:
-        """Keeps the position of this worker, and the connections of the meeting."""
         self._index, self._channels = index, channels
         self._process = os.getpid()
         self._ended: dict[int, End] = {}
