@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 26_900,
+    "src together": 27_500,
     "src/*": 1_540,
     "src/accumulation": 2_350,
     "src/addons": 10,
@@ -26,11 +26,11 @@ BUDGETS = {
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 1_280,
+    "src/addons/verification": 1_530,
     "src/addons/workers": 1_650,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 6_600,
+    "src/steps": 7_000,
     "src/strategies": 2_120,
     "tests together": 37_000,
 }
