@@ -88,7 +88,7 @@ FOREIGN = (
     ),
     broken(
         "more devices are advised for a variable that fits on none",
-        "            if size > max(memory) and not is_part:",
+        "            if size > max(memory) and not part:",
         "            if False:",
         "test_foreign_objects.py::test_a_variable_larger_than_every_device",
     ),
