@@ -70,6 +70,35 @@ def table(optimizer: str) -> list[np.ndarray]:
     return pair.ours.values()
 
 
+def table_in_fit() -> list[np.ndarray]:
+    """Fits a table from batches with more and with fewer ids; Keras does it on one device."""
+    random = np.random.default_rng(5)
+    x = random.integers(0, 20, (203, 3)).astype("int32")  # Of which a batch has more or fewer.
+    y = random.normal(size=(203, 2)).astype("float32")
+
+    def compiled() -> Any:
+        keras.utils.set_random_seed(1)
+        stack = [keras.layers.Embedding(4100, 16), keras.layers.Flatten(), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *stack])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    plain = compiled()
+    expected = plain.fit(x, y, **options).history["loss"]
+    with joined["strategy"].scope():
+        model = compiled()
+    try:
+        history = tmg.fit(model, x, y, **options).history["loss"]
+    except (tmg.TfMultiGpuError, tf.errors.OpError) as error:
+        raise AssertionError("the workers do not agree on the length of a list") from error
+    np.testing.assert_allclose(history, expected, rtol=1e-5)
+    weights = [weight.numpy() for weight in model.weights]
+    for weight, truth in zip(weights, plain.weights, strict=True):
+        np.testing.assert_allclose(weight, truth.numpy(), rtol=1e-5, atol=1e-6)
+    return weights
+
+
 def preprocessed(strategy: Any = None) -> list[float]:
     """Returns this worker's rows with the random numbers that its preprocessing has drawn."""
 

@@ -123,6 +123,23 @@ def test_a_long_sum_of_equal_numbers_raises_no_alarm() -> None:
     assert step.verification.outcome == "same"
 
 
+class Clips(L.Layer):
+    """Clips the gradient of the rows of its replica: it depends on the cut, and on the scale."""
+
+    def call(self, x: Any) -> Any:
+        def identity(x: Any) -> Any:
+            return tf.identity(x), lambda upstream: tf.clip_by_norm(upstream, 0.05)
+
+        return tf.custom_gradient(identity)(x)
+
+
+# Fails if a gradient that depends on the scale of the loss as well is taken for rounding.
+def test_a_gradient_clipped_on_each_replica_is_told() -> None:
+    step = step_of(functools.partial(L.Dense, 16, "tanh"), Clips)
+    assert told(step)
+    assert step.verification.outcome == "different"
+
+
 # Fails if TensorFlow's "the others were cancelled" is what a user reads of a wrong label.
 def test_the_error_of_a_replica_is_not_lost() -> None:
     def loss(labels: Any, predictions: Any) -> Any:

@@ -163,3 +163,36 @@ def test_ragged_ids_and_lookups_of_a_layer_of_a_user() -> None:
         np.add.at(expected, row, -before[row].sum(axis=0) / WIDTH)
     np.testing.assert_allclose(model.get_weights()[0], expected, rtol=1e-5, atol=1e-7)
     assert step.verification.outcome == "same"
+
+
+# Fails if what is added to a window of a table is taken for empty in the function that empties it.
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_a_loop_by_hand_in_one_function(replicas: int) -> None:
+    strategy = strategy_of(replicas)
+    ids = ITEMS[:8]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(IDS, WIDTH)])
+        optimizer = keras.optimizers.SGD(0.5)
+        window = tmg.GradientAccumulator(model.trainable_variables)
+    before = model.get_weights()[0]
+
+    def replica(ids: Any) -> None:
+        with tf.GradientTape() as tape:
+            values = tf.reduce_sum(model(ids, training=True) ** 2, [1, 2])
+            pair = tmg.LossSum(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32))
+        window.add(tape.gradient(pair.sum, model.trainable_variables), pair)
+
+    @tf.function(reduce_retracing=True)
+    def step(shards: Any) -> None:
+        strategy.run(replica, args=(shards,))
+        gradients, _ = window.reduce()
+        tmg.apply_reduced_gradients(optimizer, gradients, model.trainable_variables)
+
+    for shards in tmg.distribute_dataset(ids, strategy, batch_size=8):
+        try:
+            step(shards)
+        except tf.errors.InvalidArgumentError as error:
+            raise AssertionError("the rows of the window are taken for none") from error
+    counts = np.bincount(ids.ravel(), minlength=IDS)[:, None]
+    np.testing.assert_allclose(model.get_weights()[0], before - 0.5 * counts * 2 * before / 8,
+                               rtol=1e-5, atol=1e-7)  # fmt: skip

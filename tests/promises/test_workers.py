@@ -60,6 +60,11 @@ def test_tables_of_embeddings(pair: list[Worker], optimizer: str) -> None:
     assert_equal_bits(call_all(pair, worker_functions.table, optimizer))
 
 
+# Fails if a loop over batches, of which each has another number of ids, sends lists of one length.
+def test_tables_of_embeddings_in_fit(pair: list[Worker]) -> None:
+    assert_equal_bits(call_all(pair, worker_functions.table_in_fit))
+
+
 # Fails if a worker draws by its own count of rows or passes, or reads rows of another one.
 def test_each_worker_preprocesses_its_own_rows(pair: list[Worker]) -> None:
     alone = worker_functions.preprocessed(strategy_of(1))

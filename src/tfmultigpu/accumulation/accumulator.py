@@ -262,10 +262,14 @@ class _OfTable:
 
     def reset(self, strategy: tf.distribute.Strategy) -> None:
         """Forgets all rows."""
-        for variable in (self._ids, self._values):
-            for copy in strategy.experimental_local_results(variable):
-                with tf.device(copy.device):
-                    copy.assign(tf.zeros([0, *copy.shape[1:]], copy.dtype))
+        local = strategy.experimental_local_results
+        for ids, values in zip(local(self._ids), local(self._values), strict=True):
+            with tf.device(ids.device):
+                # None of them, in an open shape: with zeros of shape [0] TensorFlow's optimizer
+                # takes what was read before for empty as well.
+                none = tf.where(ids.read_value() < 0)[:, 0]
+                values.assign(tf.gather(values.read_value(), none))
+                ids.assign(tf.gather(ids.read_value(), none))
 
 
 def _sum_of(variable: KerasVariable) -> _Dense | _OfTable:

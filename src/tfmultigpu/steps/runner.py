@@ -30,7 +30,7 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
 from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
-from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory, sending_lists
 from tfmultigpu.strategies.topology import describe, local_replicas
 from tfmultigpu.types import Scalar, Shard, Tensor
 
@@ -132,7 +132,8 @@ class Runner:
         why = self._why_each or inside
         traced = self.traces.now
         trace = traced.begin(why_each=why, logs_last=logs_last)
-        with self.computation.around_trace(), self.touched.noting():
+        sending = sending_lists(once_a_call=not self._is_inside)
+        with self.computation.around_trace(), self.touched.noting(), sending:
             result, tallies = self.computation.compute(shards, trace)
         traced.note_layouts(tallies)
         return result, _vectors(tallies)
@@ -224,7 +225,7 @@ class Runner:
                 if batch is not None:
                     done, ran = add(done, self._call_in_turn(batch)), ran + 1
                     continue
-                if ran:
+                if ran or self._is_long():
                     break
             with explaining_failures(self.strategy):
                 loop = self._find(kind, split)
@@ -329,13 +330,15 @@ class Runner:
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
         compiled = self._compile(kind, split, kept)
         run = compiled.get_concrete_function(kind.source, count, *vectors)
-        # In one call TensorFlow allows a collective of several workers one shape only, and gathered
-        # rows differ from batch to batch.
+        # In one call TensorFlow allows a collective one shape only, and rows that are gathered, or
+        # lists of them, differ from batch to batch.
+        functions = run.graph.as_graph_def().library.function
+        names = [node.name for body in functions for node in body.node_def]
+        several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
+        gathers = several and any(GATHERED in name for name in names)
         most = math.inf
-        if len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync:
-            functions = run.graph.as_graph_def().library.function
-            if any(GATHERED in node.name for body in functions for node in body.node_def):
-                most = 1
+        if gathers or any(LISTED in name for name in names):
+            most = 1
         loop = Loop(kind, split, run, most, kept)
         self.traces.now.loops.append(loop)
         return loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import tensorflow as tf
 
@@ -21,6 +22,8 @@ REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of a
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 
+LISTED = "lists_of_rows_of_replicas"  # The scope of their addition: a graph that has it sends them.
+_sends_lists: ContextVar[bool] = ContextVar("sends_lists", default=False)
 _in_memory: bool | None = None  # Set by ``forcing_addition``.
 
 
@@ -51,8 +54,27 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
 
 
 def adds_lists(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether replicas add lists of rows as they are; replicas of a TPU add tensors."""
-    return not isinstance(strategy, tf.distribute.TPUStrategy)
+    """Returns whether replicas add lists of rows as they are; others add tensors.
+
+    Replicas that share no memory send lists. In one call TensorFlow allows a collective one shape
+    only, and lists differ from batch to batch. So they are sent where it is known that a call adds
+    them once: outside of functions, and in those of our own. A TPU knows no lists.
+    """
+    if strategy.num_replicas_in_sync == 1 or replicas_share_memory(strategy):
+        return True
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        return False
+    return _sends_lists.get() or not tf.inside_function()
+
+
+@contextmanager
+def sending_lists(*, once_a_call: bool) -> Iterator[None]:
+    """Has what is traced meanwhile send lists of rows, if that is done once in each call of it."""
+    token = _sends_lists.set(once_a_call)
+    try:
+        yield
+    finally:
+        _sends_lists.reset(token)
 
 
 def locks_of_calls(strategy: tf.distribute.Strategy) -> list[threading.RLock]:
@@ -221,7 +243,8 @@ def all_reduce_sum(context: Untyped, tensors: Sequence[Gradient]) -> list[Gradie
     numbers: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if is_list(tensor):
-            reduced[i] = context.all_reduce(add, unique(tensor))
+            with tf.name_scope(LISTED):
+                reduced[i] = context.all_reduce(add, unique(tensor))
         else:
             numbers.setdefault(tensor.dtype, []).append(i)
     for chosen in numbers.values():  # It takes one dtype a call.
