@@ -58,7 +58,7 @@ def adds_lists(strategy: tf.distribute.Strategy) -> bool:
 
     Replicas that share no memory send lists. In one call TensorFlow allows a collective one shape
     only, and lists differ from batch to batch. So they are sent where it is known that a call adds
-    them once: outside of functions, and in those of our own. A TPU knows no lists.
+    them once: outside of functions, and in functions of this library. A TPU knows no lists.
     """
     if strategy.num_replicas_in_sync == 1 or replicas_share_memory(strategy):
         return True
