@@ -60,6 +60,9 @@ def test_a_step_that_takes_long_has_no_loop(
     iterator = iter(dataset_of(lambda: batches, batches[0]))
     logs = pair.step.run(iterator, 3), pair.step.run(iterator, 9)
     assert [int(each["steps"]) for each in logs] == [3, 2]
+    at_the_end = pair.step.run(iterator, 9)
+    assert int(at_the_end["steps"]) == 0
+    assert at_the_end.keys() == logs[0].keys()
     assert len(pair.step.runner.traces.now.loops) == loops
     pair.reset()
     for shards in dataset_of(lambda: batches, batches[0]):
