@@ -6,6 +6,7 @@ With ``TEST_DEVICES=GPU`` in the environment the promises are held on eight part
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 
@@ -59,6 +60,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.name.startswith(OF_CPUS)]
     # Files that start processes take longest: at the end, one of two cores would have no work left.
     items.sort(key=lambda item: "workers" not in f"{item.path.parent.name}/{item.path.name}")
+
+
+@pytest.fixture(autouse=True)
+def loops_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has loops compiled however long a step takes: beside other programs each takes long."""
+    from tfmultigpu.steps import runner
+
+    monkeypatch.setattr(runner, "LONG", math.inf)
 
 
 @pytest.fixture(autouse=True)
