@@ -260,7 +260,7 @@ class Runner:
         measure alike, and compile a loop.
         """
         one_process = len(local_replicas(self.strategy)) == self.strategy.num_replicas_in_sync
-        return one_process and self.traces.now.seconds >= LONG
+        return one_process and self.traces.now.seconds > LONG
 
     @contextmanager
     def _finding_lost_errors(self, loop: Loop) -> Iterator[None]:
