@@ -241,7 +241,8 @@ class Runner:
                 self._length.note(ran - before, began)
             if ran - before < asked:
                 return dict(logs), done
-        done = self._tallies(_vectors(done))  # Those of no step do not know their layout.
+        if not ran:  # Tallies of no step do not know their layout.
+            done = self._tallies(_vectors(done))
         return logs_of(done), done
 
     def _call_in_turn(self, batch: Batch) -> Tallies:
