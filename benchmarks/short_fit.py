@@ -1,4 +1,4 @@
-"""What ``fit`` costs beside its steps: its first epoch, and a later call that trains one step.
+"""Costs of ``fit`` beside its steps: its first epoch, and a later call that trains one step.
 
 ``python benchmarks/short_fit.py`` prints a line for each contender, each in a process of its own:
 ``fit`` of this library and of Keras, on the same replicas, of a network of ten blocks with batch

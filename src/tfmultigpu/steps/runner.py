@@ -30,8 +30,13 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
 from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
-from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory, sending_lists
-from tfmultigpu.strategies.topology import describe, local_replicas
+from tfmultigpu.strategies.collectives import (
+    LISTED,
+    is_one_process,
+    replicas_share_memory,
+    sending_lists,
+)
+from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import Scalar, Shard, Tensor
 
 LONG = 0.03  # Seconds of a step from which Python between steps is less than a fiftieth of it.
@@ -260,8 +265,7 @@ class Runner:
         watched. On a GPU a call does not wait for its step, so steps are short. Workers cannot
         measure alike, and compile a loop.
         """
-        one_process = len(local_replicas(self.strategy)) == self.strategy.num_replicas_in_sync
-        return one_process and self.traces.now.seconds > LONG
+        return is_one_process(self.strategy) and self.traces.now.seconds > LONG
 
     @contextmanager
     def _finding_lost_errors(self, loop: Loop) -> Iterator[None]:
@@ -332,18 +336,25 @@ class Runner:
         vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
         compiled = self._compile(kind, split, kept)
         run = compiled.get_concrete_function(kind.source, count, *vectors)
-        # In one call TensorFlow allows a collective one shape only, and rows that are gathered, or
-        # lists of them, differ from batch to batch.
-        functions = run.graph.as_graph_def().library.function
-        names = [node.name for body in functions for node in body.node_def]
-        several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
-        gathers = several and any(GATHERED in name for name in names)
         most = math.inf
-        if gathers or any(LISTED in name for name in names):
+        together = replicas_share_memory(self.strategy) or self.strategy.num_replicas_in_sync == 1
+        if not together and self._sends_other_shapes(run):
             most = 1
         loop = Loop(kind, split, run, most, kept)
         self.traces.now.loops.append(loop)
         return loop
+
+    def _sends_other_shapes(self, function: Any) -> bool:
+        """Returns whether what replicas send has another shape in each step.
+
+        Rows that are gathered have, and lists of them. In one call TensorFlow allows a collective
+        one shape only.
+        """
+        names: list[str] = []
+        for body in function.graph.as_graph_def().library.function:
+            names += [node.name for node in body.node_def]
+        gathers = not is_one_process(self.strategy) and any(GATHERED in name for name in names)
+        return gathers or any(LISTED in name for name in names)
 
     def _compile(self, kind: LoopKind, split: Split, keeps: list[KeptBatch]) -> Any:
         def trace(shards: Shards) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What is looked for in the trace of a step: effects, new variables, and those without gradient."""
+"""Finds in the trace of a step effects, new variables, and variables without a gradient."""
 
 from __future__ import annotations
 

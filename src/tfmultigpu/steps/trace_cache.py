@@ -1,4 +1,4 @@
-"""What a runner keeps of what it has traced, and when it forgets that."""
+"""Keeps what a runner has traced, and says when it is forgotten."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     devices = strategy.extended.worker_devices
     if _in_memory is not None:
         return _in_memory
-    return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
+    return is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 
 def adds_lists(strategy: tf.distribute.Strategy) -> bool:
@@ -164,7 +164,8 @@ def refusing_to_meet(error: Exception) -> Iterator[None]:
         raise
 
 
-def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
+def is_one_process(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all replicas are in this process."""
     return bool(len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync)
 
 
@@ -190,7 +191,7 @@ def sum_over_workers(
     strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Adds sums of this worker, each on its device, over the workers; all must call it."""
-    if _is_one_process(strategy):
+    if is_one_process(strategy):
         return list(values)
     names = list(map(parse_device_name, strategy.extended.worker_devices))
     numbers: dict[tuple[int, tf.DType], list[int]] = {}
@@ -219,7 +220,7 @@ def value_of_first_worker(
     strategy: tf.distribute.Strategy, value: tf.Tensor, device: str
 ) -> tf.Tensor:
     """Returns the value that the first worker has of a tensor on a device; all must call it."""
-    if _is_one_process(strategy):
+    if is_one_process(strategy):
         return value
     with tf.init_scope(), tf.device(device), explaining_lost_workers():
         own = value if local_replicas(strategy)[0] == 0 else tf.zeros_like(value)

@@ -99,7 +99,7 @@ _IN_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """What depends on the cut, as a forward pass over a few rows shows it.
+    """The part of a step that depends on the cut, as a forward pass over a few rows shows it.
 
     Attributes:
         layer: The first layer or operation of Keras that does; None if all agree.
@@ -153,7 +153,7 @@ def explain_norms(layers: Sequence[KerasLayer]) -> Verification:
 
 
 class _Piece(NamedTuple):
-    """What a forward pass over some rows gave.
+    """The results of a forward pass over some rows.
 
     Attributes:
         first: The number of the first row.

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmultigpu.steps.features import Feature
 
 # So near to 1 that a gradient which depends on the scale, as one that a layer clips, is not taken
-# for rounding: its change is the smaller the nearer, and that of rounding is not.
+# for rounding: nearer factors change it less, and change rounding as much as before.
 _FACTORS = 1.0, 1.0005, 0.9993
 
 
