@@ -23,7 +23,7 @@ from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.values import Shards
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.topology import is_one_process, local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import BatchSpec, Shard, Tensor
 
@@ -42,8 +42,7 @@ def knows_rows_by_size(strategy: tf.distribute.Strategy) -> bool:
     """
     if _forced is not None:
         return _forced
-    is_one_process = len(local_replicas(strategy)) == strategy.num_replicas_in_sync
-    return is_one_process and bool(tf.config.list_logical_devices("GPU"))
+    return is_one_process(strategy) and bool(tf.config.list_logical_devices("GPU"))
 
 
 class BatchFunction:

@@ -13,7 +13,7 @@ from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.topology import is_one_process, local_replicas
 from tfmultigpu.types import Function, Scalar, Untyped
 
 # How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
@@ -30,10 +30,8 @@ def explaining_failures(
 ) -> Iterator[None]:
     """Raises what an error of TensorFlow means for the user, where it does not speak for itself."""
     # Of the strategy of one worker alone no call waits for another.
-    replicas = strategy.num_replicas_in_sync
-    several = replicas > 1 and len(strategy.extended.worker_devices) < replicas
     try:
-        with explaining_lost_workers() if several else nullcontext():
+        with nullcontext() if is_one_process(strategy) else explaining_lost_workers():
             yield
     except (
         tf.errors.ResourceExhaustedError, tf.errors.InvalidArgumentError, tf.errors.InternalError

@@ -30,13 +30,8 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
 from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
-from tfmultigpu.strategies.collectives import (
-    LISTED,
-    is_one_process,
-    replicas_share_memory,
-    sending_lists,
-)
-from tfmultigpu.strategies.topology import describe
+from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory, sending_lists
+from tfmultigpu.strategies.topology import describe, is_one_process
 from tfmultigpu.types import Scalar, Shard, Tensor
 
 LONG = 0.03  # Seconds of a step from which Python between steps is less than a fiftieth of it.
@@ -337,8 +332,7 @@ class Runner:
         compiled = self._compile(kind, split, kept)
         run = compiled.get_concrete_function(kind.source, count, *vectors)
         most = math.inf
-        together = replicas_share_memory(self.strategy) or self.strategy.num_replicas_in_sync == 1
-        if not together and self._sends_other_shapes(run):
+        if not replicas_share_memory(self.strategy) and self._sends_other_shapes(run):
             most = 1
         loop = Loop(kind, split, run, most, kept)
         self.traces.now.loops.append(loop)

@@ -15,7 +15,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
-from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.strategies.topology import is_one_process, local_replicas, per_replica
 from tfmultigpu.types import Untyped
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
@@ -47,9 +47,11 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     This is the one branch between CPUs and accelerators: replicas on the CPUs of one process share
     its memory. A step keeps the way it was traced with.
     """
-    devices = strategy.extended.worker_devices
+    if strategy.num_replicas_in_sync == 1:
+        return True  # The default strategy does not say where it runs.
     if _in_memory is not None:
         return _in_memory
+    devices = strategy.extended.worker_devices
     return is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 
@@ -60,7 +62,7 @@ def adds_lists(strategy: tf.distribute.Strategy) -> bool:
     only, and lists differ from batch to batch. So they are sent where it is known that a call adds
     them once: outside of functions, and in functions of this library. A TPU knows no lists.
     """
-    if strategy.num_replicas_in_sync == 1 or replicas_share_memory(strategy):
+    if replicas_share_memory(strategy):
         return True
     if isinstance(strategy, tf.distribute.TPUStrategy):
         return False
@@ -162,11 +164,6 @@ def refusing_to_meet(error: Exception) -> Iterator[None]:
         if refused and raised is not error:  # Keras puts words of its own around it.
             raise error from raised
         raise
-
-
-def is_one_process(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all replicas are in this process."""
-    return bool(len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync)
 
 
 def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> list[tf.Tensor]:

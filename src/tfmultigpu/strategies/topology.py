@@ -70,6 +70,11 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
     return tuple(range(worker * count, (worker + 1) * count))
 
 
+def is_one_process(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all replicas are in this process."""
+    return bool(len(local_replicas(strategy)) == strategy.num_replicas_in_sync)
+
+
 def strategy_of(model: KerasModel) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model was created; the default one where in none."""
     for variable in getattr(model, "variables", ()):
