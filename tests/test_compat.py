@@ -17,10 +17,9 @@ from problems import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
+from tfmultigpu._compat import keras_draws
 from tfmultigpu._patch import patching, setting
-from tfmultigpu.addons.loops import _private as loops_private
 from tfmultigpu.addons.sharding import _private
-from tfmultigpu.addons.workers import _private as workers_private
 
 BATCHES = cut((X, Y), (7, 2, 9, 1, 5))
 
@@ -32,8 +31,8 @@ def built(optimizer, *variables):
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the files name; a new one needs a test."""
-    modules = _compat, loops_private, _private, workers_private
-    source = "".join(Path(module.__file__).read_text() for module in modules)
+    files = [*Path(_compat.__file__).parent.glob("[!_]*.py"), Path(_private.__file__)]
+    source = "".join(path.read_text() for path in files)
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     assert private == {
         "_add_control_inputs",
@@ -174,7 +173,7 @@ def test_keras_looks_up_at_each_call_what_it_draws_by():
         "Keras draws otherwise: replicas would draw the same numbers"
     )
     assert shapes == {name: draw().shape for name, draw in KERAS_DRAWS.items()}
-    assert set(_compat._DRAWS) == set(KERAS_DRAWS)
+    assert set(keras_draws._DRAWS) == set(KERAS_DRAWS)
 
 
 def test_a_module_that_was_imported_before_is_the_one_that_is_replaced():
@@ -203,7 +202,7 @@ def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
 @pytest.mark.parametrize(("batches", "expected"), [(0, False), (2, True), ((3, 5), True)], ids=str)
 def test_whether_batches_are_profiled_is_known(tmp_path, batches, expected):
     callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
-    assert loops_private.profiles_batches(callback) is expected
+    assert _compat.profiles_batches(callback) is expected
 
 
 # What an optimizer was built for ------------------------------------------------------------------
@@ -263,14 +262,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = loops_private.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert loops_private.compile_arguments(model) is arguments
+    assert _compat.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert loops_private.compile_arguments(model) is not arguments
+    assert _compat.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -279,7 +278,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = loops_private.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -290,19 +289,19 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = loops_private.compiled_metrics(model, labels, model.output)
+    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert loops_private.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
     with strategy_of(2).scope():
         model = mlp()
         model.compile(loss="mse", metrics=["mae"])
-    for attributes in (loops_private.without_building(), {}):
+    for attributes in (_compat.without_building(), {}):
         with setting(model, **attributes):
             model._maybe_symbolic_build(data_batch=(X, X[:, :4]))
         assert model._compile_metrics.built is (not attributes)
@@ -340,7 +339,7 @@ def add_and_abort() -> list[object]:
     assert again.__self__._group_key == add.__self__._group_key
     assert again.__self__ is not all_replicas
     assert again.__self__._ordering_token is all_replicas._ordering_token
-    workers_private.abort_collectives("no more")
+    _compat.abort_collectives("no more")
     options = {"merge_op": "Add", "final_op": "Id", "subdiv_offsets": [0]}
     keys = {"group_size": 2, "group_key": 1, "instance_key": 1}
     with pytest.raises(tf.errors.UnavailableError, match="no more"):
