@@ -1,10 +1,11 @@
-"""Private names of TensorFlow and Keras; only sharding, which subclasses a variable, has its own.
+"""Private names of TensorFlow and Keras; only ``addons/sharding/_private.py`` has others.
 
-Each function names the attribute, why the public API is not enough, and what happens without it.
-``tests/test_compat.py`` fails if one of them changes.
+Each function or class says what is private, why the public API is not enough, and what happens
+without it. ``tests/test_compat.py`` fails if one of them changes.
 """
 
-from tfmultigpu._compat.keras_callbacks import profiles_batches
+from tfmultigpu._compat.keras_batch_norm import moments_of_batch, sum_in_moments
+from tfmultigpu._compat.keras_callbacks import profiles_batches, set_by_loops
 from tfmultigpu._compat.keras_compiled import (
     compile_arguments,
     compiled_metrics,
@@ -28,6 +29,7 @@ from tfmultigpu._compat.keras_optimizers import (
 from tfmultigpu._compat.tensorflow_gradients import custom_gradients, rematerialized
 from tfmultigpu._compat.tensorflow_graphs import (
     add_control_inputs,
+    called_as_whole,
     graphs_inside,
     is_stateful,
     types_of_inputs,
@@ -39,6 +41,8 @@ from tfmultigpu._compat.tensorflow_strategies import (
     strategies_were_made,
 )
 from tfmultigpu._compat.tensorflow_variables import (
+    ComposedVariable,
+    is_for_checkpoints,
     is_variable_handle,
     variable_of_handle,
     variables_of,
@@ -52,10 +56,12 @@ from tfmultigpu._compat.tensorflow_workers import (
 )
 
 __all__ = [
+    "ComposedVariable",
     "KerasReading",
     "abort_collectives",
     "add_control_inputs",
     "additions_over_workers",
+    "called_as_whole",
     "clip_as_set",
     "cluster_value",
     "compile_arguments",
@@ -67,22 +73,26 @@ __all__ = [
     "global_seeds",
     "graphs_inside",
     "home_of",
+    "is_for_checkpoints",
     "is_part_of_keras",
     "is_stateful",
     "is_variable_handle",
     "keeping_sums",
     "keras_mask",
     "layers_inside",
+    "moments_of_batch",
     "numbers_collectives",
     "optimizer_trains",
     "profiles_batches",
     "reading_of_keras",
     "rematerialized",
+    "set_by_loops",
     "set_cluster_value",
     "set_global_seeds",
     "set_keras_mask",
     "strategies_were_made",
     "strategy_of_optimizer",
+    "sum_in_moments",
     "types_of_inputs",
     "variable_of_handle",
     "variables_of",

@@ -1,4 +1,4 @@
-"""What callbacks of Keras do not tell."""
+"""What Keras keeps in callbacks."""
 
 from __future__ import annotations
 
@@ -12,3 +12,12 @@ def profiles_batches(callback: KerasCallback) -> bool:
     attribute: the callback then counts calls instead of batches.
     """
     return bool(getattr(callback, "_should_trace", False))
+
+
+def set_by_loops() -> set[str]:
+    """Returns the names of attributes that the loops of Keras set in each callback.
+
+    Private: ``callback._model``, which the public ``callback.model`` returns; ``_params`` likewise.
+    Without it a checkpoint would keep a model as the state of its callbacks.
+    """
+    return {"model", "params", "_model", "_params"}

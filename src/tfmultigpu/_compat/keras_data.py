@@ -70,7 +70,7 @@ def data_adapter() -> type:
     """Returns the base class of what the loops of Keras take as data without looking into it.
 
     Private: ``keras.src.trainers.data_adapters.data_adapter.DataAdapter``. Keras has no public name
-    for it, and would distribute anything else a second time.
+    for it, and would distribute anything else a second time. Without it ``fit`` is not imported.
     """
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 

@@ -1,4 +1,4 @@
-"""Functions by which Keras draws and normalizes, and the generator of draws without a seed."""
+"""Functions by which Keras draws random numbers, and the generator of draws without a seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pkgutil
 
 from tfmultigpu.types import SeedGenerator, Untyped
 
-# Functions that Keras and TensorFlow look up at each call, to draw or to normalize.
+# Functions that Keras and TensorFlow look up at each call, to draw.
 _KERAS_SEEDS = "keras.src.random.seed_generator"
 _GLOBAL_SEEDS = "global_seed_generator"
 _DRAWS = {
@@ -19,8 +19,6 @@ _DRAWS = {
     "stateless_binomial": "tensorflow:random",
     "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
     "next": "keras:random.SeedGenerator",
-    "_moments": "keras:layers.BatchNormalization",
-    "sum": "keras.src.ops",
 }
 
 
@@ -28,7 +26,7 @@ def global_seeds() -> SeedGenerator | None:
     """Returns the generator for draws without a seed; None before the first such draw.
 
     Private: ``keras.src.backend.common.global_state``. The public function would create one, and
-    take a number from Python's generator for it.
+    take a number from Python's generator for it. Without it no step is traced.
     """
     from keras.src.backend.common import global_state
 
@@ -43,15 +41,12 @@ def set_global_seeds(generator: SeedGenerator) -> None:
 
 
 def home_of(name: str) -> Untyped:
-    """Returns the module or class that has a function by which Keras draws or normalizes.
+    """Returns the module or class that has a function by which Keras draws.
 
     Private: ``keras.src.random.seed_generator.global_seed_generator``, the source of draws without
     a seed. Without it they fail on replicas, or depend on their number. Private:
     ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which dropout and
     ``tf.image.stateless_random_flip_left_right`` draw. Without it all replicas drop and flip alike.
-    Private: ``keras.layers.BatchNormalization._moments``, which ignores ``synchronized`` for masked
-    inputs, and ``keras.src.ops.sum``, with which it adds. Without them each replica normalizes by
-    its own rows.
     """
     # After a colon nothing is imported: a second tensorflow.random would not be that of the user.
     return pkgutil.resolve_name(_DRAWS[name])

@@ -23,6 +23,7 @@ def clip_as_set(optimizer: KerasOptimizer, gradients: list[Tensor]) -> list[Tens
 
     Private: ``optimizer._clip_gradients``. Keras calls it in ``apply`` with what it is given, and
     it fails for values that replicas hold each of. No public function reads all three settings.
+    Without it a step whose optimizer clips is not traced.
     """
     return list(optimizer._clip_gradients(gradients))
 

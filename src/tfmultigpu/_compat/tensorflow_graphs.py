@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfmultigpu.types import Function, Graph, Operation, Tensor
+from tfmultigpu.types import Function, Graph, Operation, Options, Tensor
 
 
 def is_stateful(operation: str) -> bool:
@@ -42,6 +42,7 @@ def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     Private: ``operation._add_control_inputs``. With ``tf.control_dependencies`` the learning rate
     and the powers of Adam, a dozen scalars for each variable, wait as well, and are not folded.
+    Without it no step is traced.
     """
     gate, graph = tf.group(*tensors), tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
@@ -57,6 +58,7 @@ def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) 
 
     Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` must be known when the
     operation is made, and Keras reads a weight before it says what it is for.
+    Without it no step is traced.
     """
     operation._add_control_inputs(list(others))
 
@@ -70,3 +72,12 @@ def graphs_inside(operation: Operation) -> list[Graph]:
     names = [attr.name for attr in operation.op_def.attr if attr.type == "func"]
     functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
     return [function.graph for function in functions if function is not None]
+
+
+def called_as_whole() -> Options:
+    """Returns arguments of ``tf.function`` with which its calls stay calls.
+
+    Private: ``_noinline``, an attribute of functions that no page of TensorFlow lists. Without it
+    TensorFlow puts the operations of a function in place of each call, and optimizes each of them.
+    """
+    return {"experimental_attributes": {"_noinline": True}}

@@ -32,7 +32,8 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Function]:
     replicas, and their ``_collective_keys``, ``_group_key`` and ``_group_size``. Their copies keep
     the options, the order on a device, and keys that are new in each call. The public
     ``strategy.reduce`` adds over workers on the CPUs alone, and ``tf.raw_ops.CollectiveReduceV2``
-    needs keys that the strategy does not use.
+    needs keys that the strategy does not use. Without them no step is traced whose replicas are on
+    several workers.
     """
     devices = strategy.extended.worker_devices
     extended: Untyped = strategy.extended

@@ -1,6 +1,8 @@
-"""Variables of TensorFlow, found by the handles that a function has of them."""
+"""Variables of TensorFlow: found by the handles in a function, and made of others."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -11,7 +13,7 @@ def variables_of(concrete: ConcreteFunction) -> list[tuple[Tensor, tf.DType]]:
     """Returns the handle and the dtype of each variable that a concrete function can assign.
 
     Private: ``_handle_data`` of a resource, which tells the dtype of a variable. ``variables`` of a
-    function leaves out those that it only assigns.
+    function leaves out those that it only assigns. Without it none is found.
     """
     handles = [tensor for tensor in concrete.captured_inputs if tensor.dtype == tf.resource]
     found = []
@@ -44,3 +46,36 @@ def variable_of_handle(handle: Tensor) -> tf.Variable | None:
     container: Function = getattr(handle, "_distributed_container", lambda: None)
     variable: tf.Variable | None = container()
     return variable
+
+
+class ComposedVariable(tf.Variable):
+    """A variable made of others, of which Keras and TensorFlow ask what they ask of their own.
+
+    Private: ``_unique_id``, by which Keras finds what an optimizer keeps of a variable;
+    ``_distribute_strategy``, by which a strategy knows its variables; and
+    ``_export_to_saved_model_graph``, which writes one to a SavedModel. The public class says
+    nothing of them. Without them an optimizer has no slots of the variable, the strategy does not
+    take it for one of its own, and TensorFlow says in words of its own that it cannot be exported.
+    """
+
+    def take_place(self, identity: str, strategy: tf.distribute.Strategy) -> None:
+        """Sets the identity, and the strategy in whose scope the variable is."""
+        self._unique_id = identity
+        self._distribute_strategy = self.distribute_strategy = strategy
+
+    def refuse_export(self) -> NoReturn:
+        """Raises the error for a variable that is about to be written to a SavedModel."""
+        raise NotImplementedError
+
+    def _export_to_saved_model_graph(self, *_: object, **__: object) -> NoReturn:
+        self.refuse_export()
+
+
+def is_for_checkpoints(attribute: str) -> bool:
+    """Returns whether TensorFlow keeps something for checkpoints in attributes of that name.
+
+    Private: the prefix ``_self_`` of attributes that TensorFlow sets in each object which a
+    checkpoint may hold; no public name lists them. Without it an optimizer that was restored would
+    seem to have other settings, and its steps would be traced once more.
+    """
+    return attribute.startswith("_self_")

@@ -254,7 +254,7 @@ def _has_method(callback: KerasCallback, name: str) -> bool:
 
 def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, object]:
     """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
-    others = {"params", "model", "_params", "_model"}
+    others = _compat.set_by_loops()
     if hasattr(callback, "monitor_op"):
         # Keras changes its sign together with a function, and would change it once more.
         others.add("min_delta")
