@@ -192,8 +192,10 @@ def test_a_package_only_hands_names_on() -> None:
 
 
 # An attribute of something else than this object, one that is named in a text, a private package.
+# Named tuples have fields, and tensors marks of this library.
 PRIVATE_NAME = re.compile(
     r"(?<![\w.])(?!(?:self|cls)\._|tfmultigpu\b)[\w.]+(?:\([^()]*\)|\[[^\]]*\])*\._(?!_|replace\b)(\w+)"
+    r"|[\"']_(?!_|fields\b|tfmultigpu_)[a-z]\w*[\"']"
     r"|[gs]etattr\((?!self\b)[^\"'\n]*[\"']_(?!_)"
     r"|\btensorflow\.(?:python|__internal__)|\btf\.(?:python|__internal__)"
     r"|\bkeras\.src|\bfrom keras import src"
@@ -227,6 +229,11 @@ TOUCHES = {
     "from keras import src": True,
     "from keras.src import backend": True,
     "tf.__internal__.x": True,
+    "patching(layers, '_moments', moments)": True,
+    "name.startswith('_self_')": True,
+    "hasattr(batch, '_fields')": False,
+    "tensor._tfmultigpu_mark": True,
+    "setting(tensor, '_tfmultigpu_mark')": False,
     "self._mine = 1": False,
     "model.__class__.__name__": False,
     "class A:\n  def f(self, other):\n    self._x = 1\n    return other._x": False,
