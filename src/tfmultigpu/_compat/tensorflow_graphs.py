@@ -57,8 +57,8 @@ def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) 
     """Has an operation of a graph wait for others.
 
     Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` must be known when the
-    operation is made, and Keras reads a weight before it says what it is for.
-    Without it no step is traced.
+    operation is made, and Keras reads a weight before it says what it is for. Without
+    it no step is traced that reads sharded variables, or keeps its batch.
     """
     operation._add_control_inputs(list(others))
 
