@@ -17,10 +17,9 @@ from problems import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
+from tfmultigpu._compat import keras_draws
 from tfmultigpu._patch import patching, setting
-from tfmultigpu.addons.loops import _private as loops_private
 from tfmultigpu.addons.sharding import _private
-from tfmultigpu.addons.workers import _private as workers_private
 
 BATCHES = cut((X, Y), (7, 2, 9, 1, 5))
 
@@ -32,9 +31,10 @@ def built(optimizer, *variables):
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the files name; a new one needs a test."""
-    modules = _compat, loops_private, _private, workers_private
-    source = "".join(Path(module.__file__).read_text() for module in modules)
-    private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
+    files = [*Path(_compat.__file__).parent.glob("[!_]*.py"), Path(_private.__file__)]
+    source = "".join(path.read_text() for path in files)
+    # An attribute, a text, a method that is called by others.
+    private = set(re.findall(r'(?:\.|"|def (?=\w+\(self))(_[a-z]\w+)', source))
     assert private == {
         "_add_control_inputs",
         "_all_reduce_sum_gradients",
@@ -45,7 +45,9 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_compile_metrics",
         "_cross_device_ops",
         "_distributed_container",
+        "_distribute_strategy",
         "_distribution_strategy",
+        "_export_to_saved_model_graph",
         "_flat_metrics",
         "_flat_weighted_metrics",
         "_flatten_layers",
@@ -56,9 +58,13 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_handle_data",
         "_keras_mask",
         "_launchers",
+        "_model",
         "_moments",
+        "_noinline",
+        "_params",
         "_read_variable_op",
         "_resolved_output_names",
+        "_self_",
         "_should_trace",
         "_strided_slice_assign",
         "_symbolic_build",
@@ -153,10 +159,6 @@ KERAS_DRAWS = {
     "stateless_random_uniform": lambda: keras.random.dropout(tf.ones([2]), 0.5, seed=1),
     "global_seed_generator": lambda: keras.random.normal((2,)),
     "next": lambda: keras.random.normal((2,), seed=keras.random.SeedGenerator(1)),
-    "_moments": lambda: keras.layers.BatchNormalization()(tf.zeros([2, 3]), training=True),
-    "sum": lambda: keras.layers.BatchNormalization()(
-        tf.zeros([2, 3]), training=True, mask=tf.constant([True, False])
-    ),
 }
 
 
@@ -174,7 +176,24 @@ def test_keras_looks_up_at_each_call_what_it_draws_by():
         "Keras draws otherwise: replicas would draw the same numbers"
     )
     assert shapes == {name: draw().shape for name, draw in KERAS_DRAWS.items()}
-    assert set(_compat._DRAWS) == set(KERAS_DRAWS)
+    assert set(keras_draws._DRAWS) == set(KERAS_DRAWS)
+
+
+# Fails if Keras takes the moments of a batch, or adds the rows that a mask leaves, otherwise.
+def test_keras_looks_up_at_each_call_what_it_normalizes_by():
+    calls = []
+
+    def replacement(original, *args, **kwargs):
+        calls.append(original.__name__)
+        return original(*args, **kwargs)
+
+    norm = keras.layers.BatchNormalization()
+    rows, mask = tf.ones([2, 3]), tf.constant([True, False])
+    with patching(*_compat.moments_of_batch(), replacement):
+        norm(rows, training=True)
+    with patching(*_compat.sum_in_moments(), replacement):
+        norm(rows, training=True, mask=mask)
+    assert list(dict.fromkeys(calls)) == ["_moments", "sum"]
 
 
 def test_a_module_that_was_imported_before_is_the_one_that_is_replaced():
@@ -203,7 +222,16 @@ def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
 @pytest.mark.parametrize(("batches", "expected"), [(0, False), (2, True), ((3, 5), True)], ids=str)
 def test_whether_batches_are_profiled_is_known(tmp_path, batches, expected):
     callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
-    assert loops_private.profiles_batches(callback) is expected
+    assert _compat.profiles_batches(callback) is expected
+
+
+# Fails if the loops of Keras set something else in a callback, which a checkpoint would keep.
+def test_what_the_loops_of_keras_set_in_callbacks_is_known():
+    callback = keras.callbacks.Callback()
+    callback.set_params({"epochs": 1})
+    callback.set_model(mlp())
+    assert "_model" in vars(callback)
+    assert vars(callback).keys() <= _compat.set_by_loops()
 
 
 # What an optimizer was built for ------------------------------------------------------------------
@@ -218,6 +246,19 @@ def test_an_optimizer_says_what_it_was_built_for():
     wrapped = built(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), variable)
     assert [v is variable for v in _compat.optimizer_trains(wrapped)] == [True]
     assert _compat.optimizer_trains(object()) == []
+
+
+# Fails if TensorFlow sets other attributes in an optimizer that is restored: a step would take them
+# for settings.
+def test_what_tensorflow_keeps_for_checkpoints_is_known(tmp_path):
+    optimizer = built(keras.optimizers.SGD(), keras.Variable([1.0]))
+    before = dict(vars(optimizer))
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    checkpoint.restore(checkpoint.save(tmp_path / "saved"))
+    changed = [name for name, value in vars(optimizer).items() if value is not before.get(name)]
+    assert changed
+    assert all(map(_compat.is_for_checkpoints, changed))
+    assert not any(map(_compat.is_for_checkpoints, ("learning_rate", "_learning_rate")))
 
 
 def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
@@ -256,6 +297,30 @@ def test_the_handle_of_a_copy_leads_to_the_variable_of_all_replicas():
     assert _compat.variable_of_handle(tf.constant(1.0)) is None
 
 
+class Doubled(_compat.ComposedVariable):
+    dtype, shape = tf.float32, tf.TensorShape([])
+
+    def __init__(self):
+        """The base class makes no variable."""
+
+    def refuse_export(self):
+        raise ZeroDivisionError
+
+
+# Fails if Keras, a strategy or the writer of a SavedModel asks a variable for other names.
+def test_a_composed_variable_is_asked_as_those_of_tensorflow(tmp_path):
+    strategy, optimizer = strategy_of(2), keras.optimizers.SGD()
+    variable = Doubled()
+    variable.take_place("its identity", strategy)
+    assert optimizer._var_key(variable) == "its identity"
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert not strategy_of(3).extended.variable_created_in_scope(variable)
+    holder = tf.Module()
+    holder.variable = variable
+    with pytest.raises(ZeroDivisionError):
+        tf.saved_model.save(holder, tmp_path)
+
+
 # What a model was compiled with -------------------------------------------------------------------
 
 
@@ -263,14 +328,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = loops_private.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert loops_private.compile_arguments(model) is arguments
+    assert _compat.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert loops_private.compile_arguments(model) is not arguments
+    assert _compat.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -279,7 +344,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = loops_private.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -290,19 +355,19 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = loops_private.compiled_metrics(model, labels, model.output)
+    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert loops_private.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 def test_the_loops_of_keras_do_not_build_what_they_are_kept_from():
     with strategy_of(2).scope():
         model = mlp()
         model.compile(loss="mse", metrics=["mae"])
-    for attributes in (loops_private.without_building(), {}):
+    for attributes in (_compat.without_building(), {}):
         with setting(model, **attributes):
             model._maybe_symbolic_build(data_batch=(X, X[:, :4]))
         assert model._compile_metrics.built is (not attributes)
@@ -340,7 +405,7 @@ def add_and_abort() -> list[object]:
     assert again.__self__._group_key == add.__self__._group_key
     assert again.__self__ is not all_replicas
     assert again.__self__._ordering_token is all_replicas._ordering_token
-    workers_private.abort_collectives("no more")
+    _compat.abort_collectives("no more")
     options = {"merge_op": "Add", "final_op": "Id", "subdiv_offsets": [0]}
     keys = {"group_size": 2, "group_key": 1, "instance_key": 1}
     with pytest.raises(tf.errors.UnavailableError, match="no more"):
@@ -353,6 +418,28 @@ def test_collectives_have_groups_of_their_own_and_can_be_ended():
     worker = pool().start()
     assert worker.call(add_and_abort) == [[1.0, 1.0], 3.0, [4.0]]
     worker.end()
+
+
+def configured_and_told() -> list[object]:
+    _compat.configure_coordination(1, 7.0, 9.0)
+    tf.distribute.MultiWorkerMirroredStrategy()
+    _compat.set_cluster_value("told", "yes")
+    _compat.set_cluster_value("told", "no")
+    return [_compat.cluster_value("told", 60.0), _compat.cluster_value("never told", 0.2)]
+
+
+# Fails if a cluster starts otherwise, or if its workers can no longer tell each other values.
+def test_a_worker_is_configured_and_tells_values():
+    (worker,) = pool().cluster(1)
+    assert worker.call(configured_and_told) == ["yes", None]
+    worker.end()
+
+
+# Fails if TensorFlow expands the short forms of Slurm otherwise, or no longer refuses others.
+def test_short_forms_of_slurm_are_expanded():
+    assert _compat.expand_slurm("n[9-10],m", "2(x2),1") == (["n9", "n10", "m"], [2, 2, 1])
+    with pytest.raises(ValueError, match="n\\["):
+        _compat.expand_slurm("n[", "1")
 
 
 # Variables on one device of several ---------------------------------------------------------------
@@ -485,6 +572,13 @@ def test_what_loops_and_branches_do_is_seen():
     )
 
 
+# Fails if TensorFlow no longer takes, or keeps, the attribute by which a call stays a call.
+def test_a_function_can_be_kept_whole():
+    whole = tf.function(lambda x: x + 1.0, autograph=False, **_compat.called_as_whole())
+    definition = whole.get_concrete_function(tf.TensorSpec([])).function_def
+    assert definition.attr["_noinline"].b
+
+
 def test_a_mask_is_attached_as_keras_does():
     tensor, mask = tf.ones([2, 3]), tf.constant([[True, False, True]] * 2)
     _compat.set_keras_mask(tensor, mask)
@@ -517,3 +611,10 @@ def test_keras_says_how_it_reads_batches_and_what_reads_them_ahead():
         assert not [one for one in threading.enumerate() if one.name.startswith("Worker_")]
     adapters = pkgutil.resolve_name("keras.src.trainers.data_adapters")
     assert adapters.get_data_adapter(data).enqueuer is not None
+
+
+# Fails if Keras takes an adapter of the user for data that it has yet to adapt.
+def test_keras_takes_an_adapter_as_it_is():
+    adapter = type("Adapter", (_compat.data_adapter(),), {})()
+    adapters = pkgutil.resolve_name("keras.src.trainers.data_adapters")
+    assert adapters.get_data_adapter(adapter) is adapter

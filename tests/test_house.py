@@ -54,13 +54,9 @@ DOORS = {
 }
 # The one pair of add-ons: both start worker processes, and end them.
 PAIRS = {"addons.testing.workers -> addons.workers.processes"}
-# An add-on holds the private names that only it needs.
-PRIVATE = [
-    "_compat",
-    "addons.loops._private",
-    "addons.sharding._private",
-    "addons.workers._private",
-]
+# Private names are in this room, and in the class of sharding that replaces some of a variable.
+PRIVATE = "_compat"
+PRIVATE_TOO = "addons.sharding._private"
 
 
 def room(name: str) -> str:
@@ -196,8 +192,10 @@ def test_a_package_only_hands_names_on() -> None:
 
 
 # An attribute of something else than this object, one that is named in a text, a private package.
+# Named tuples have fields, and tensors marks of this library.
 PRIVATE_NAME = re.compile(
     r"(?<![\w.])(?!(?:self|cls)\._|tfmultigpu\b)[\w.]+(?:\([^()]*\)|\[[^\]]*\])*\._(?!_|replace\b)(\w+)"
+    r"|[\"']_(?!_|fields\b|tfmultigpu_)[a-z]\w*[\"']"
     r"|[gs]etattr\((?!self\b)[^\"'\n]*[\"']_(?!_)"
     r"|\btensorflow\.(?:python|__internal__)|\btf\.(?:python|__internal__)"
     r"|\bkeras\.src|\bfrom keras import src"
@@ -213,12 +211,12 @@ def private_accesses(code: str) -> list[str]:
 
 
 def test_only_these_files_touch_private_attributes() -> None:
-    found = {
-        name: accesses
-        for name, path in FILES.items()
-        if (accesses := private_accesses(path.read_text()))
-    }
-    assert list(found) == PRIVATE, found
+    found = {}
+    for name, path in FILES.items():
+        accesses = private_accesses(path.read_text())
+        if accesses and room(name) != PRIVATE:
+            found[name] = accesses
+    assert list(found) == [PRIVATE_TOO], found
 
 
 TOUCHES = {
@@ -231,6 +229,11 @@ TOUCHES = {
     "from keras import src": True,
     "from keras.src import backend": True,
     "tf.__internal__.x": True,
+    "patching(layers, '_moments', moments)": True,
+    "name.startswith('_self_')": True,
+    "hasattr(batch, '_fields')": False,
+    "tensor._tfmultigpu_mark": True,
+    "setting(tensor, '_tfmultigpu_mark')": False,
     "self._mine = 1": False,
     "model.__class__.__name__": False,
     "class A:\n  def f(self, other):\n    self._x = 1\n    return other._x": False,

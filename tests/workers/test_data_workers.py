@@ -15,7 +15,7 @@ import this_worker
 from problems import network
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.workers import _private
+from tfmultigpu import _compat
 
 pytestmark = pytest.mark.slow
 ROWS, BATCH, EPOCHS = 1001, 48, 2
@@ -133,9 +133,9 @@ def test_workers_that_read_different_data_are_told(
 def late_value() -> list[str | None]:
     """Returns a value that the first worker never tells, and one that it does."""
     if this_worker.index() == 0:
-        _private.set_cluster_value("told", "yes")
+        _compat.set_cluster_value("told", "yes")
         return [None, "yes"]
-    return [_private.cluster_value("never told", 0.2), _private.cluster_value("told", 60.0)]
+    return [_compat.cluster_value("never told", 0.2), _compat.cluster_value("told", 60.0)]
 
 
 # Every other error says that the first worker is gone, and then nobody waits for its data.

@@ -22,7 +22,7 @@ from law.processes import Worker, call_all, pool, wait_until_printed
 from problems import network
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.workers import _private
+from tfmultigpu import _compat
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import process_state
 
@@ -170,7 +170,7 @@ def test_a_chief_that_saves_is_left_alone() -> None:
 
 def join_late() -> None:
     """Joins; worker 1 stops between the meeting and TensorFlow's part, so worker 0 waits there."""
-    configure = _private.configure_coordination
+    configure = _compat.configure_coordination
 
     def announce(*arguments: float) -> None:
         print("JOINING", flush=True)
@@ -178,7 +178,7 @@ def join_late() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         configure(*arguments)
 
-    _private.configure_coordination = announce
+    _compat.configure_coordination = announce
     tmg.create_strategy()
 
 

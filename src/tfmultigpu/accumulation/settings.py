@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.lists import by_id
 from tfmultigpu.types import KerasOptimizer
@@ -48,7 +49,7 @@ class Settings:
         values: dict[str, object] = {}
         for now, _ in self._noted:
             for name, value in now.items():
-                if name in self._ignored or name.startswith("_self_"):
+                if name in self._ignored or _compat.is_for_checkpoints(name):
                     continue
                 if value is not None and not isinstance(value, _PLAIN):
                     value = f"{type(value).__name__} {id(value)}"
@@ -61,8 +62,8 @@ class Settings:
             for name in now.keys() | then.keys():
                 a, b = now.get(name, self), then.get(name, self)
                 plain = type(a) is type(b) and isinstance(a, _PLAIN)
-                # What TensorFlow keeps for checkpoints begins with "_self_".
-                if a is not b and not (plain and a == b) and not name.startswith("_self_"):
+                is_same = a is b or (plain and a == b)
+                if not is_same and not _compat.is_for_checkpoints(name):
                     different.add(name)
         return different - self._ignored
 

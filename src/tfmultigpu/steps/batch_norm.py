@@ -67,7 +67,7 @@ def moments_of_replicas(
 
     if mask is None or context is None or not layer.synchronized:
         return original(layer, inputs, mask)
-    with patching(_compat.home_of("sum"), "sum", over_replicas):
+    with patching(*_compat.sum_in_moments(), over_replicas):
         return original(layer, inputs, mask)
 
 
@@ -80,7 +80,7 @@ def noting_moments(layers: list[KerasLayer]) -> Iterator[None]:
             layers.append(layer)
         return original(layer, inputs, mask)
 
-    with patching(_compat.home_of("_moments"), "_moments", moments):
+    with patching(*_compat.moments_of_batch(), moments):
         yield
 
 

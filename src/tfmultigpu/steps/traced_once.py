@@ -123,8 +123,7 @@ class TracedOnce:
             with self._alone(trace), touched.noting():
                 return self._replica(*args, trace=trace)
 
-        attributes = {"_noinline": True}
-        function = tf.function(run, autograph=False, experimental_attributes=attributes)
+        function = tf.function(run, autograph=False, **_compat.called_as_whole())
         concrete = function.get_concrete_function(*self._specs)
         # Replicas that call one function would draw the same numbers.
         if any(state.kind == "draws" for state in touched.states):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu._compat import ComposedVariable
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.topology import tf_variable
@@ -22,7 +23,7 @@ from tfmultigpu.types import KerasVariable
 _Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
 
 
-class RowParts(tf.Variable):
+class RowParts(ComposedVariable):
     """A table in parts: what Keras takes for the ``tf.Variable`` of one of its variables.
 
     Attributes:
@@ -58,8 +59,7 @@ class RowParts(tf.Variable):
         self._shape = tf.TensorShape([rows, *parts[0].shape[1:]])
         self._name = f"{name}:0"  # As TensorFlow names a variable.
         self._trainable = bool(parts[0].trainable)
-        self._unique_id = identity
-        self._distribute_strategy = self.distribute_strategy = parts[0].distribute_strategy
+        self.take_place(identity, parts[0].distribute_strategy)
         self._units: list[TablePart] = []
 
     # What TensorFlow and Keras ask of a variable ------------------------------------------------
@@ -129,7 +129,8 @@ class RowParts(tf.Variable):
         found.set_shape([*ids.shape, *self.shape[1:]])
         return found
 
-    def _export_to_saved_model_graph(self, *_: object, **__: object) -> _Value:
+    def refuse_export(self) -> NoReturn:
+        """Says which model to write."""
         raise TfMultiGpuError(
             "TensorFlow writes no SavedModel of a table whose rows are on several devices.",
             f"{self.name!r} of shape {tuple(self.shape)} in {len(self.parts)} parts",

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu import _compat
 from tfmultigpu.addons.checkpoints import state
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.addons.checkpoints.state import RunVariables
@@ -232,7 +232,7 @@ def _read_states(
             if begin is None or error is None:
                 states[key][name] = packed
                 arrays |= of_value
-            elif name == _METHOD or not is_part_of_keras(type(callback)):
+            elif name == _METHOD or not _compat.is_part_of_keras(type(callback)):
                 unsaved.append(f"{type(callback).__name__}.{name} ({error})")
     if unsaved:
         refusal = CheckpointError(
@@ -254,7 +254,7 @@ def _has_method(callback: KerasCallback, name: str) -> bool:
 
 def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, object]:
     """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
-    others = {"params", "model", "_params", "_model"}
+    others = _compat.set_by_loops()
     if hasattr(callback, "monitor_op"):
         # Keras changes its sign together with a function, and would change it once more.
         others.add("min_delta")

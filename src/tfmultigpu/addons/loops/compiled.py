@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.addons.loops import _private
+from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.lists import by_id
@@ -94,7 +93,7 @@ class EpochMetrics:
     @functools.cached_property
     def _results(self) -> Function:
         """The results of compiled metrics in one call, which is faster."""
-        if not all(map(is_part_of_keras, map(type, self.container.metrics))):
+        if not all(map(_compat.is_part_of_keras, map(type, self.container.metrics))):
             return self.container.result  # type: ignore[no-any-return]
         traced: Untyped = tf.function(lambda: self.container.result(), autograph=False)
         # TensorFlow would take the functions of several models for one that it traces anew.
@@ -134,7 +133,7 @@ def read_compiled(
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
         with strategy.scope():
-            container, plain, weighted, keys = _private.compiled_metrics(model, y_true, y_pred)
+            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
     return given, EpochMetrics(metrics_inside(model), container)
@@ -173,7 +172,7 @@ def compile_arguments(model: KerasModel) -> Options:
             "Write with strategy.scope(): model.compile('adam', loss='mse'), with your loss; or "
             "with a step tmg.fit(model, data, step=step).",
         )
-    arguments = _private.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
     refuse_legacy_keras(arguments)
     return arguments
 

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 
 import tensorflow as tf
 
-from tfmultigpu.addons.loops._private import data_adapter
+from tfmultigpu import _compat
 from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.types import BatchSpec, Data, FitStart, Json, Untyped
 
-_DataAdapter: Untyped = data_adapter()
+_DataAdapter: Untyped = _compat.data_adapter()
 
 
 class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc]

@@ -10,10 +10,9 @@ from typing import Literal, TypeVar
 import keras
 import tensorflow as tf
 
-from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
-from tfmultigpu.addons.loops._private import profiles_batches
 from tfmultigpu.addons.loops.files import check_files
 from tfmultigpu.addons.loops.workers import check_alike, union
 from tfmultigpu.data.preprocessing import draw_seed
@@ -236,14 +235,14 @@ def every_batches(callback: KerasCallback, mode: Mode) -> int | None:
         hooks |= {"on_batch_begin", "on_batch_end"}
 
     # ModelCheckpoint and TensorBoard, if they do nothing after a batch.
-    often = getattr(callback, "write_steps_per_second", False) or profiles_batches(callback)
+    often = getattr(callback, "write_steps_per_second", False) or _compat.profiles_batches(callback)
     frequencies = getattr(callback, "save_freq", 0), getattr(callback, "update_freq", 0)
     is_idle = "epoch" in frequencies and not often
 
     for owner in (callback, *type(callback).__mro__):
         if owner in (keras.callbacks.Callback, keras.callbacks.ProgbarLogger):
             continue
-        if is_idle and isinstance(owner, type) and is_part_of_keras(owner):
+        if is_idle and isinstance(owner, type) and _compat.is_part_of_keras(owner):
             continue
         if not hooks.isdisjoint(vars(owner)):
             return 1

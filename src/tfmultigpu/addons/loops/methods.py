@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import keras
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import ignoring_warnings, lock_of
-from tfmultigpu.addons.loops._private import without_building
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.types import Function, KerasModel, Nested, Options
@@ -87,7 +87,7 @@ def around(loop: TrainingLoop | EvaluationLoop) -> Options:
         "steps_per_execution": 1,
         "reset_metrics": loop.reset,
         "get_metrics_result": lambda: dict(loop.logs),
-        **without_building(),
+        **_compat.without_building(),
     }
     for function in functions:
         attributes[f"{function}_function"] = loop

@@ -48,6 +48,6 @@ class WithoutMoments(Feature):
                 return original(layer, *args, **kwargs)
 
         norms = keras.layers.BatchNormalization
-        without = patching(_compat.home_of("_moments"), "_moments", moments)
+        without = patching(*_compat.moments_of_batch(), moments)
         with without, patching(norms, "call", call):
             yield

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._version import __version__
-from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
@@ -60,7 +60,7 @@ def join(
         task_id=cluster.index,
         num_accelerators={"GPU": len(devices)} if kind == "GPU" else {},
     )
-    _private.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
+    _compat.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
     try:
         with _as_tensorflow_holds_the_lock(_JOIN_SECONDS):
             strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(

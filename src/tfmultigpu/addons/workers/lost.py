@@ -19,7 +19,7 @@ from types import TracebackType
 
 import tensorflow as tf
 
-from tfmultigpu.addons.workers import _private
+from tfmultigpu import _compat
 from tfmultigpu.addons.workers.ends import FINISHED, End, Ends
 from tfmultigpu.addons.workers.notes import note_lost
 from tfmultigpu.clusters import Cluster
@@ -96,11 +96,11 @@ class JoinedWorkers:
         # Only the first worker sets values: while it is frozen, that would stop any other process.
         if self.index > 0:
             try:
-                return _private.cluster_value(name, seconds)
+                return _compat.cluster_value(name, seconds)
             except tf.errors.OpError:
                 # The first worker is gone: the next step names it, and its data does not matter.
                 return value
-        _private.set_cluster_value(name, value)
+        _compat.set_cluster_value(name, value)
         return value
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
@@ -169,7 +169,7 @@ class JoinedWorkers:
             failed = any(end != FINISHED for end in ended.values())
             if not aborted and (failed or waited > _ABORT_SECONDS):
                 aborted = True  # Collectives raise now, and the program ends in its usual way.
-                _private.abort_collectives(_ABORTED)
+                _compat.abort_collectives(_ABORTED)
             # A worker that has finished may leave another one that still saves its files.
             stuck = failed and not self._told and time.monotonic() - heard > self.end_seconds
             if stuck or waited > self.end_seconds:

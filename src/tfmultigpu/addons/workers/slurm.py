@@ -77,7 +77,7 @@ def _what_is_wrong(error: Exception, environ: Mapping[str, str]) -> tuple[str, s
 
 
 def _read_task(step: Mapping[str, str]) -> Cluster:
-    from tfmultigpu.addons.workers._private import expand_slurm  # The launcher needs no TensorFlow.
+    from tfmultigpu._compat import expand_slurm  # The launcher needs no TensorFlow.
 
     hosts, tasks = expand_slurm(step["SLURM_STEP_NODELIST"], step["SLURM_STEP_TASKS_PER_NODE"])
     node_of_task: list[int] = []

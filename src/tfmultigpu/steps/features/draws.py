@@ -207,7 +207,6 @@ class Draws(Feature):
         wrappers: dict[str, Function] = {
             "global_seed_generator": self.seeds.on_replicas,
             "next": self.seeds.next_of,
-            "_moments": moments_of_replicas,
         }
         # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
         counted = {} if isinstance(strategy, tf.distribute.TPUStrategy) else dict(_COUNTED)
@@ -216,6 +215,7 @@ class Draws(Feature):
         for name in (*_COUNTED, *_CUT):
             wrappers[name] = functools.partial(_draw, rows, counted.get(name))
         with ExitStack() as contexts:
+            contexts.enter_context(patching(*_compat.moments_of_batch(), moments_of_replicas))
             for name, wrapper in wrappers.items():
                 contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
             yield

@@ -1,7 +1,4 @@
-"""Private attributes of TensorFlow that only this add-on needs; ``_compat`` has the others.
-
-Each function names the attribute, why the public API is not enough, and what happens without it.
-"""
+"""Workers of a cluster: how they meet, tell each other values, and end; their names in Slurm."""
 
 from __future__ import annotations
 

@@ -1,19 +1,10 @@
-"""Private attributes of Keras that only the loops need; ``_compat.py`` has all others."""
+"""What a Keras model was compiled with, and what Keras builds from the shapes of a batch."""
 
 from __future__ import annotations
 
-from tfmultigpu.types import KerasCallback, KerasMetric, KerasModel, Nested, Options
+from tfmultigpu.types import KerasMetric, KerasModel, Nested, Options
 
 _OfOutputs = list[list[KerasMetric]]
-
-
-def profiles_batches(callback: KerasCallback) -> bool:
-    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
-
-    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
-    attribute: the callback then counts calls instead of batches.
-    """
-    return bool(getattr(callback, "_should_trace", False))
 
 
 def compile_arguments(model: KerasModel) -> Options:
@@ -51,16 +42,13 @@ def _metrics_of(output: KerasMetric | None) -> list[KerasMetric]:
     return list(getattr(output, "metrics", ()))
 
 
-def data_adapter() -> type:
-    """Returns the base class of what the loops of Keras take as data without looking into it.
+def waits_for_shapes(metric: KerasMetric) -> bool:
+    """Returns whether a metric creates variables in its first update.
 
-    Private: ``keras.src.trainers.data_adapters.data_adapter.DataAdapter``. Keras has no public name
-    for it, and would distribute anything else a second time.
+    Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics without any
+    variable are recognised, and ``R2Score`` fails inside a trace.
     """
-    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-
-    adapter: type = DataAdapter
-    return adapter
+    return not metric.variables or not getattr(metric, "_built", True)
 
 
 def without_building() -> Options:

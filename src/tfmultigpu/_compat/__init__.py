@@ -1,0 +1,102 @@
+"""Private names of TensorFlow and Keras; only ``addons/sharding/_private.py`` has others.
+
+Each function or class says what is private, why the public API is not enough, and what happens
+without it. ``tests/test_compat.py`` fails if one of them changes.
+"""
+
+from tfmultigpu._compat.keras_batch_norm import moments_of_batch, sum_in_moments
+from tfmultigpu._compat.keras_callbacks import profiles_batches, set_by_loops
+from tfmultigpu._compat.keras_compiled import (
+    compile_arguments,
+    compiled_metrics,
+    waits_for_shapes,
+    without_building,
+)
+from tfmultigpu._compat.keras_data import KerasReading, data_adapter, reading_of_keras
+from tfmultigpu._compat.keras_draws import global_seeds, home_of, set_global_seeds
+from tfmultigpu._compat.keras_layers import (
+    is_part_of_keras,
+    keras_mask,
+    layers_inside,
+    set_keras_mask,
+)
+from tfmultigpu._compat.keras_optimizers import (
+    clip_as_set,
+    keeping_sums,
+    optimizer_trains,
+    strategy_of_optimizer,
+)
+from tfmultigpu._compat.tensorflow_gradients import custom_gradients, rematerialized
+from tfmultigpu._compat.tensorflow_graphs import (
+    add_control_inputs,
+    called_as_whole,
+    graphs_inside,
+    is_stateful,
+    types_of_inputs,
+    waiting_for,
+)
+from tfmultigpu._compat.tensorflow_strategies import (
+    additions_over_workers,
+    numbers_collectives,
+    strategies_were_made,
+)
+from tfmultigpu._compat.tensorflow_variables import (
+    ComposedVariable,
+    is_for_checkpoints,
+    is_variable_handle,
+    variable_of_handle,
+    variables_of,
+)
+from tfmultigpu._compat.tensorflow_workers import (
+    abort_collectives,
+    cluster_value,
+    configure_coordination,
+    expand_slurm,
+    set_cluster_value,
+)
+
+__all__ = [
+    "ComposedVariable",
+    "KerasReading",
+    "abort_collectives",
+    "add_control_inputs",
+    "additions_over_workers",
+    "called_as_whole",
+    "clip_as_set",
+    "cluster_value",
+    "compile_arguments",
+    "compiled_metrics",
+    "configure_coordination",
+    "custom_gradients",
+    "data_adapter",
+    "expand_slurm",
+    "global_seeds",
+    "graphs_inside",
+    "home_of",
+    "is_for_checkpoints",
+    "is_part_of_keras",
+    "is_stateful",
+    "is_variable_handle",
+    "keeping_sums",
+    "keras_mask",
+    "layers_inside",
+    "moments_of_batch",
+    "numbers_collectives",
+    "optimizer_trains",
+    "profiles_batches",
+    "reading_of_keras",
+    "rematerialized",
+    "set_by_loops",
+    "set_cluster_value",
+    "set_global_seeds",
+    "set_keras_mask",
+    "strategies_were_made",
+    "strategy_of_optimizer",
+    "sum_in_moments",
+    "types_of_inputs",
+    "variable_of_handle",
+    "variables_of",
+    "waiting_for",
+    "waits_for_shapes",
+    "without_building",
+]

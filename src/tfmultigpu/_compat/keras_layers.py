@@ -1,0 +1,37 @@
+"""What Keras keeps of layers: the layers inside a model, and the masks of their outputs."""
+
+from __future__ import annotations
+
+from tfmultigpu.types import KerasLayer, KerasModel, Tensor
+
+_MASK = "_keras_mask"
+
+
+def keras_mask(tensor: Tensor) -> Tensor | None:
+    """Returns the mask that Keras layers attached to a tensor, or None.
+
+    Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would walk through the layers
+    again. Without it a masked loss would divide by every element.
+    """
+    return getattr(tensor, _MASK, None)
+
+
+def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
+    """Attaches a mask to a tensor, as Keras layers do; private as above."""
+    setattr(tensor, _MASK, mask)
+
+
+def layers_inside(model: KerasModel) -> list[KerasLayer]:
+    """Returns every layer inside a model or layer.
+
+    Private: ``layer._flatten_layers``. The public ``model.layers`` leaves out the layers inside a
+    user-defined layer, which is all that is seen without it.
+    """
+    if not hasattr(model, "_flatten_layers"):
+        return list(getattr(model, "layers", ()))
+    return list(model._flatten_layers(include_self=False))
+
+
+def is_part_of_keras(source: object) -> bool:
+    """Returns whether Keras itself defines a class or a function."""
+    return str(getattr(source, "__module__", "")).split(".")[0] == "keras"

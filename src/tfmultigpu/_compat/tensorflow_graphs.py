@@ -1,0 +1,83 @@
+"""Operations of a graph: what they change, what they wait for, and which graphs they call."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+from tfmultigpu.types import Function, Graph, Operation, Options, Tensor
+
+
+def is_stateful(operation: str) -> bool:
+    """Returns whether operations of a type change something, or read what others change.
+
+    Private: ``tensorflow.python.framework.op_def_registry``. An operation of a graph has its
+    ``op_def``; those in the functions that it calls are only names. Without it they are not seen.
+    """
+    definition = _definition_of(operation)
+    return definition is not None and definition.is_stateful
+
+
+def types_of_inputs(operation: str) -> list[tf.DType]:
+    """Returns the dtypes of the inputs of a type of operations; private as above."""
+    definition = _definition_of(operation)
+    arguments = () if definition is None else definition.input_arg
+    return [tf.as_dtype(argument.type) for argument in arguments if argument.type]
+
+
+def _definition_of(operation: str) -> Operation:
+    try:
+        get: Function = pkgutil.resolve_name("tensorflow.python.framework.op_def_registry:get")
+    except (ImportError, AttributeError):
+        return None
+    return get(operation)
+
+
+@contextmanager
+def waiting_for(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Has all that is computed and assigned in the context wait for tensors, but for scalars.
+
+    Private: ``operation._add_control_inputs``. With ``tf.control_dependencies`` the learning rate
+    and the powers of Adam, a dozen scalars for each variable, wait as well, and are not folded.
+    Without it no step is traced.
+    """
+    gate, graph = tf.group(*tensors), tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    for new in graph.get_operations()[before:]:
+        assigns = new.op_def.is_stateful and new.type != "ReadVariableOp"
+        if new.type != "Placeholder" and (assigns or any(t.shape.rank != 0 for t in new.outputs)):
+            add_control_inputs(new, [gate])
+
+
+def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
+    """Has an operation of a graph wait for others.
+
+    Private: ``operation._add_control_inputs``. ``tf.control_dependencies`` must be known when the
+    operation is made, and Keras reads a weight before it says what it is for. Without
+    it no step is traced that reads sharded variables, or keeps its batch.
+    """
+    operation._add_control_inputs(list(others))
+
+
+def graphs_inside(operation: Operation) -> list[Graph]:
+    """Returns the graphs of the functions that an operation calls, such as the body of a loop.
+
+    Private: ``graph._get_function``. The public ``graph.as_graph_def()`` copies the whole graph.
+    Without it what a loop draws or assigns is not seen.
+    """
+    names = [attr.name for attr in operation.op_def.attr if attr.type == "func"]
+    functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
+    return [function.graph for function in functions if function is not None]
+
+
+def called_as_whole() -> Options:
+    """Returns arguments of ``tf.function`` with which its calls stay calls.
+
+    Private: ``_noinline``, an attribute of functions that no page of TensorFlow lists. Without it
+    TensorFlow puts the operations of a function in place of each call, and optimizes each of them.
+    """
+    return {"experimental_attributes": {"_noinline": True}}
