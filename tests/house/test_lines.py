@@ -33,7 +33,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 7_000,
     "src/strategies": 2_120,
-    "tests together": 37_000,
+    "tests together": 37_300,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
