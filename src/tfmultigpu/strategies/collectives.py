@@ -178,19 +178,22 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
 def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
     """Adds the tensors, or the lists of rows, of replicas that are not None on a device.
 
-    The order is the same in each run, or a resumed run would end with other bits. Of three tensors
-    and more, ``AddN`` takes first one whose memory it may write to, which depends on what has run
-    so far; and TensorFlow makes one ``AddN`` of a chain of them on one device. So two are added at
-    a time, each addend on its own device, and the one of this device last.
+    The order is always that of the replicas, or a resumed run would end with other bits. Of three
+    tensors and more, ``AddN`` takes first one whose memory it may write to, which depends on what
+    has run so far; and TensorFlow makes one ``AddN`` of a chain of them on one device. So two are
+    added at a time, and no two additions that follow each other are on one device.
     """
     addends = present(parts)
     if is_list(addends[0]):
         with tf.device(device):
             return joined(addends)
-    *others, last = sorted(addends, key=lambda addend: addend.device == device)
+    *others, last = addends
     while len(others) > 1:
         first, second, *rest = others
-        with tf.device(second.device):
+        place = second.device
+        if place == device:
+            place = addends[0].device
+        with tf.device(place):
             others = [tf.add_n([first, second]), *rest]
     with tf.device(device):
         return tf.add_n([*others, last])
