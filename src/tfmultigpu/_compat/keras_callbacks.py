@@ -1,4 +1,4 @@
-"""What Keras keeps in callbacks."""
+"""Attributes that Keras sets in callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Keras model was compiled with, and what Keras builds from the shapes of a batch."""
+"""Arguments of ``model.compile``, and metrics that Keras builds from the shapes of a batch."""
 
 from __future__ import annotations
 

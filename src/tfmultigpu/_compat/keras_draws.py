@@ -48,5 +48,5 @@ def home_of(name: str) -> Untyped:
     ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which dropout and
     ``tf.image.stateless_random_flip_left_right`` draw. Without it all replicas drop and flip alike.
     """
-    # After a colon nothing is imported: a second tensorflow.random would not be that of the user.
+    # After a colon nothing is imported: the user has the first tensorflow.random, not a second one.
     return pkgutil.resolve_name(_DRAWS[name])

@@ -1,4 +1,4 @@
-"""What Keras keeps of layers: the layers inside a model, and the masks of their outputs."""
+"""Layers inside a model, the masks of their outputs, and whether Keras defines a class."""
 
 from __future__ import annotations
 

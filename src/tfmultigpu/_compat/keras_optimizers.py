@@ -1,4 +1,4 @@
-"""What a Keras optimizer was made and built for, and steps of its ``apply`` one by one."""
+"""Strategy and variables of a Keras optimizer, and steps of its ``apply`` one by one."""
 
 from __future__ import annotations
 

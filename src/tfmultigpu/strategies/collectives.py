@@ -178,10 +178,10 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
 def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
     """Adds the tensors, or the lists of rows, of replicas that are not None on a device.
 
-    The order is always that of the replicas, or a resumed run would end with other bits. Of three
-    tensors and more, ``AddN`` takes first one whose memory it may write to, which depends on what
-    has run so far; and TensorFlow makes one ``AddN`` of a chain of them on one device. So two are
-    added at a time, and no two additions that follow each other are on one device.
+    They are added in the order of the replicas, or a resumed run would end with other bits. Given
+    three tensors or more, ``AddN`` first takes one whose memory it may write to, which depends on
+    what has run so far; and TensorFlow makes one ``AddN`` of a chain of them on one device. So two
+    are added at a time, and no two additions that follow each other are on one device.
     """
     addends = present(parts)
     if is_list(addends[0]):

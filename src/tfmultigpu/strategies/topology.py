@@ -55,24 +55,24 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replica(s)"
 
 
+def is_one_process(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all replicas are in this process; asked at each step."""
+    replicas = strategy.num_replicas_in_sync
+    # The default strategy, of one replica, does not say where it runs.
+    return bool(replicas == 1 or len(strategy.extended.worker_devices) >= replicas)
+
+
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
     """Returns the numbers, among all replicas, of those whose parts this process needs."""
-    if strategy.num_replicas_in_sync == 1:
-        return (0,)  # The default strategy does not say where it runs.
-    count = len(strategy.extended.worker_devices)
     resolver = strategy.cluster_resolver
-    if count >= strategy.num_replicas_in_sync or resolver is None:
+    if is_one_process(strategy) or resolver is None:
         return tuple(range(strategy.num_replicas_in_sync))
+    count = len(strategy.extended.worker_devices)
     chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
     worker = resolver.task_id
     if resolver.task_type == "worker":
         worker += chiefs  # The chief comes first.
     return tuple(range(worker * count, (worker + 1) * count))
-
-
-def is_one_process(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all replicas are in this process."""
-    return bool(len(local_replicas(strategy)) == strategy.num_replicas_in_sync)
 
 
 def strategy_of(model: KerasModel) -> tf.distribute.Strategy:
