@@ -14,8 +14,6 @@ from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor
 
-_FIXED = "_tfmultigpu_fixed_offsets"  # An attribute of the first tensor of a batch.
-
 
 class Cut:
     """Cuts batches in ``tf.data``, and makes batches of what ``tf.data`` yields.
@@ -126,12 +124,13 @@ class Cut:
         """
         if not self.is_needed:
             batch = partition.mark_offsets(checked_rows(element))
-            self._mark_fixed(tensors_of(batch)[0])
+            partition.mark_fixed(tensors_of(batch)[0], self._fixed)
             return batch
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return partition.mark_offsets(self._pack(iter(leaves)))
-        self._mark_fixed(leaves[0])
+        first = self.strategy.experimental_local_results(leaves[0])[0]
+        partition.mark_fixed(first, self._fixed)
         if self.on_devices:
             offsets = self._known(self.strategy.experimental_local_results(offsets)[0])
             devices = strategy_devices(self.strategy)
@@ -162,20 +161,9 @@ class Cut:
         with tf.device("CPU:0"):
             return tf.constant(self._fixed, tf.int64)
 
-    def _mark_fixed(self, leaf: Tensor) -> None:
-        """Marks the first tensor of a batch with the offsets, if all batches have the same."""
-        if self._fixed is not None:
-            first = self.strategy.experimental_local_results(leaf)[0]
-            setattr(first, _FIXED, self._fixed)
-
     def _by_replica(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         count = len(leaves) // len(self.local)
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
-
-
-def fixed_offsets(leaf: Tensor) -> tuple[int, ...] | None:
-    """Returns the offsets that all batches of some data have, of the first tensor of one."""
-    return getattr(leaf, _FIXED, None)
 
 
 def check_batched(element_spec: BatchSpec) -> None:

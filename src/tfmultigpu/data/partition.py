@@ -22,6 +22,8 @@ from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.strategies.marked_runs import OFFSETS, WHOLE
 from tfmultigpu.types import Scalar, Shard, Tensor
 
+_FIXED = "_tfmultigpu_fixed_offsets"  # An attribute of the first tensor of a batch.
+
 
 def row_offsets(rows: Scalar, shares: Sequence[int]) -> Tensor:
     """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector."""
@@ -182,3 +184,14 @@ def marked_offsets(batch: Shard) -> Tensor:
         if offsets is not None:
             return offsets
     return None
+
+
+def mark_fixed(leaf: Tensor, offsets: tuple[int, ...] | None) -> None:
+    """Marks the first tensor of a batch with the offsets, if all batches of the data have them."""
+    if offsets is not None:
+        setattr(leaf, _FIXED, offsets)
+
+
+def fixed_offsets(leaf: Tensor) -> tuple[int, ...] | None:
+    """Returns the offsets that all batches of some data have, of the first tensor of one."""
+    return getattr(leaf, _FIXED, None)

@@ -17,7 +17,6 @@ from tfmultigpu.data.batch_format import (
     tensors_of,
     with_dependencies,
 )
-from tfmultigpu.data.cut import fixed_offsets
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
@@ -110,7 +109,7 @@ class BatchFunction:
     def compiled(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
         """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
         leaves = [leaf for shard in local for leaf in shard]
-        fixed = fixed_offsets(leaves[0])
+        fixed = partition.fixed_offsets(leaves[0])
         keeps = self._keeps_rows or (self._alone and fixed is not None)
         kinds = [_kind(leaf, 0 if keeps else 1) for leaf in leaves]
         key = _structure_key(structure), offsets is None, tuple(kinds), keeps and fixed
@@ -154,7 +153,7 @@ class BatchFunction:
         self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
         if not keeps or self._alone:
             return concrete
-        fixed = fixed_offsets(leaves[0])
+        fixed = partition.fixed_offsets(leaves[0])
 
         def around(*tensors: Tensor) -> Tensor:
             if fixed is None or whole:

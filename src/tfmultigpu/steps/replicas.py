@@ -85,7 +85,9 @@ def on_replicas(
     def run(*args: Any) -> Any:
         return replica(*args, trace=trace)
 
-    result = strategy.run(run, args=(local, rows, state, shards.factor, shards.total))
+    # TensorFlow's own: the replicas know their rows, and look for no mark of a batch.
+    arguments = (local, rows, state, shards.factor, shards.total)
+    result = type(strategy).run(strategy, run, args=arguments)
 
     # TensorFlow returns one structure, whose leaves hold the values of all replicas.
     copies = len(shards.local)
