@@ -67,10 +67,11 @@ def graphs_inside(operation: Operation) -> list[Graph]:
     """Returns the graphs of the functions that an operation calls, such as the body of a loop.
 
     Private: ``graph._get_function``. The public ``graph.as_graph_def()`` copies the whole graph.
-    Without it what a loop draws or assigns is not seen.
+    Without it a loop that draws or assigns is seen as a whole, and not what in it does.
     """
+    look_up = getattr(operation.graph, "_get_function", lambda _: None)
     names = [attr.name for attr in operation.op_def.attr if attr.type == "func"]
-    functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
+    functions = [look_up(operation.get_attr(name).name) for name in names]
     return [function.graph for function in functions if function is not None]
 
 

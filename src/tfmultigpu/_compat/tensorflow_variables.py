@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import tensorflow as tf
@@ -58,14 +59,16 @@ class ComposedVariable(tf.Variable):
     take it for one of its own, and TensorFlow says in words of its own that it cannot be exported.
     """
 
-    def take_place(self, identity: str, strategy: tf.distribute.Strategy) -> None:
-        """Sets the identity, and the strategy in whose scope the variable is."""
+    def take_place(
+        self,
+        identity: str,
+        strategy: tf.distribute.Strategy,
+        refuse_export: Callable[[], NoReturn],
+    ) -> None:
+        """Sets the identity, the strategy in whose scope it is, and who raises for a SavedModel."""
         self._unique_id = identity
         self._distribute_strategy = self.distribute_strategy = strategy
-
-    def refuse_export(self) -> NoReturn:
-        """Raises the error for a variable that is about to be written to a SavedModel."""
-        raise NotImplementedError
+        self.refuse_export = refuse_export
 
     def _export_to_saved_model_graph(self, *_: object, **__: object) -> NoReturn:
         self.refuse_export()

@@ -59,7 +59,7 @@ class RowParts(ComposedVariable):
         self._shape = tf.TensorShape([rows, *parts[0].shape[1:]])
         self._name = f"{name}:0"  # As TensorFlow names a variable.
         self._trainable = bool(parts[0].trainable)
-        self.take_place(identity, parts[0].distribute_strategy)
+        self.take_place(identity, parts[0].distribute_strategy, self._no_export)
         self._units: list[TablePart] = []
 
     # What TensorFlow and Keras ask of a variable ------------------------------------------------
@@ -129,8 +129,7 @@ class RowParts(ComposedVariable):
         found.set_shape([*ids.shape, *self.shape[1:]])
         return found
 
-    def refuse_export(self) -> NoReturn:
-        """Says which model to write."""
+    def _no_export(self) -> NoReturn:
         raise TfMultiGpuError(
             "TensorFlow writes no SavedModel of a table whose rows are on several devices.",
             f"{self.name!r} of shape {tuple(self.shape)} in {len(self.parts)} parts",
