@@ -80,6 +80,13 @@ def test_warnings_are_ignored_on_one_thread() -> None:
         warn()
         assert len(shown) == 3
 
+        # A context that ignores all of them, and is over.
+        with ignoring_warnings():
+            warnings.warn("not ours", stacklevel=1)
+        with ignoring_warnings("ours"):
+            warnings.warn("not ours", stacklevel=1)
+        assert len(shown) == 4
+
 
 # Fails if two callers get two locks of one object, or the lock keeps the object alive.
 def test_an_object_has_one_lock_for_each_purpose() -> None:

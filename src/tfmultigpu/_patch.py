@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
 import types
 import warnings
@@ -163,14 +164,19 @@ def lock_of(owner: object, purpose: str = "") -> threading.RLock:
 
 
 class _OfThread(type):
-    """Makes a category of warnings that has those which this thread ignores now, and no others."""
+    """Makes a category of warnings that has all while this thread ignores its message, else none.
+
+    Each message has a category of its own: a filter that stays must not match what another context
+    lets through.
+    """
+
+    message: str
 
     def __subclasscheck__(cls, category: type) -> bool:
-        return bool(_thread.ignored)
+        return cls.message in _thread.ignored
 
 
-class _Ignored(Warning, metaclass=_OfThread):
-    """The warnings that this thread ignores."""
+_ignored: dict[str, Any] = {}
 
 
 @contextmanager
@@ -181,7 +187,10 @@ def ignoring_warnings(message: str = "") -> Iterator[None]:
     of two threads in it, the one that leaves last would bring back the filters of the other. Here
     a filter is added that stays, and matches nothing outside of the context.
     """
-    warnings.filterwarnings("ignore", message, _Ignored)
+    with _lock:
+        if message not in _ignored:
+            _ignored[message] = _OfThread("Ignored", (Warning,), {"message": message})
+    warnings.filterwarnings("ignore", re.escape(message), _ignored[message])
     _thread.ignored.append(message)
     try:
         yield

@@ -32,8 +32,8 @@ HEAD = """# What the tests catch
 A test that cannot fail proves nothing. So each clause of [the law](law.md), and each promise of the
 README, is broken on purpose in a copy of the source, one at a time. The promises in the second
 column must then fail, all of them, by an assertion about what came out. Without the change they
-pass. `nox -s mutations` does it. All of them are in `tests/promises/`, the proof that
-the README's command runs.
+pass. `nox -s mutations` does it. All of them are in `tests/promises/`. The README's command runs
+them, and `nox -s full` runs them at further sizes.
 
 | what is done wrong | promises that catch it |
 |---|---|
