@@ -12,7 +12,8 @@ A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions
 
 Up to ``divide`` nothing is assigned. What may raise is in ``after``, which every assignment waits
 for: a step that raises leaves everything as it was. A batch was cut before, by ``data/partition``:
-if it has fewer rows than replicas, each has all of them, and each row counts 1 / replicas.
+if it has fewer rows than replicas, each has all of them. In loss and gradient each row counts
+1 / replicas then, and metrics count the first replica alone.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _backward(
     return tuple(gradients)
 
 
-# Once, for all replicas ---------------------------------------------------------------------------
+# After the passes of all replicas -----------------------------------------------------------------
 
 
 def add_over_replicas(step: Training, passes: Sequence[Pass], trace: Trace) -> list[list[Any]]:
@@ -321,7 +322,10 @@ def _gradient_of(trained: Sequence[Trained], trace: Trace) -> Gradient:
 
 
 def _ask_features(step: Training, gradient: Gradient) -> Gradient:
-    """Has features change the gradient of the global batch, and decide about the update."""
+    """Has features change the gradient of the global batch, and decide about the update.
+
+    In the order of ``steps/make``: loss scaling, clipping, then features of the user.
+    """
     for feature in step.features:
         before, gradient = gradient, feature.on_gradient(gradient)
         gradient = gradient.forbidden_too_by(before)
@@ -344,14 +348,17 @@ def _for_optimizer(step: Training, gradient: Gradient, trace: Trace) -> Gradient
 def commit(
     strategy: tf.distribute.Strategy, trace: Trace, passes: Sequence[Pass], after: Sequence[Any]
 ) -> None:
-    """Assigns what layers, draws and metrics have computed, ``after`` all that may fail."""
+    """Assigns what layers, draws and metrics have computed, ``after`` all that may fail.
+
+    Each replica does, also if the update is skipped.
+    """
     if trace.state:
         values = per_replica(strategy, [one.state for one in passes])
         strategy.run(functools.partial(assign, trace.state, after=after), args=(values,))
 
 
 def update(updates: Replicated, gradient: Gradient, after: Sequence[Any] = ()) -> None:
-    """Makes one step of the optimizer, if the gradient is valid."""
+    """Makes one step of the optimizer; if the gradient is not valid, not even a count changes."""
 
     def apply() -> Any:
         updates.apply(gradient.tensors, list(gradient.variables), after)
@@ -364,7 +371,7 @@ def update(updates: Replicated, gradient: Gradient, after: Sequence[Any] = ()) -
 
 
 def advance(features: Sequence[Feature], gradient: Gradient, after: Sequence[Any]) -> None:
-    """Has features advance their own state; a step that raises advances nothing."""
+    """Has features advance, also if the update is skipped; a step that raises advances nothing."""
     with tf.control_dependencies(after):
         for feature in features:
             feature.after_update(gradient)

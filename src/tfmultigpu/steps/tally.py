@@ -23,7 +23,7 @@ class Numbers(NamedTuple):
     Attributes:
         steps: How many steps they are of.
         rows: The rows of their global batches.
-        skipped: How many steps loss scaling skipped.
+        skipped: How many updates were skipped.
         sums: For each term of the loss its sum.
         weights: For each term what divides its sum.
         means_of_rows: For each term the mean of each step times the rows of that step.
