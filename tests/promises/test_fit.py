@@ -309,7 +309,10 @@ def trained_plainly(**options: Any) -> tuple[Training, list[float]]:
 
 # Fails if an argument does not reach the step, if each replica or part is clipped by itself, if a
 # micro-batch is a step, or if an argument or a loss of an earlier fit is kept.
-@pytest.mark.parametrize(("replicas", "shares"), [(2, (1, 3)), (3, (1, 5, 2))])
+@pytest.mark.parametrize(
+    ("replicas", "shares"),
+    [pytest.param(2, (1, 3), marks=pytest.mark.more), (3, (1, 5, 2))],
+)
 def test_micro_batches_clip_norm_and_shares_are_arguments(replicas: int, shares: Any) -> None:
     truth, losses = trained_plainly(clip_norm=CLIP)
     keras.utils.set_random_seed(5)

@@ -18,7 +18,7 @@ SIZES, CLIP = (7, 1, 2), 0.2
 
 # Fails if a method is still that of Keras (whose last batches weigh otherwise on replicas, and
 # which cannot clip the gradient of the global batch), or if another model changes too.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_a_prepared_model_trains_as_one_device(replicas: int) -> None:
     batches = regression(SIZES)
     keras.utils.set_random_seed(3)

@@ -112,7 +112,7 @@ def test_the_end_of_the_data_in_a_function_of_the_user() -> None:
 
 # Fails if a step inside a tf.function trains while that is traced, takes a batch that is not its
 # own, or knows no longer how many rows a batch has that is smaller than the number of replicas.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_steps_inside_a_function_of_the_user(replicas: int) -> None:
     pair = pair_of(replicas)
     pair.step(next(pair.shards(batches_of([4]))))  # The first step is verified, and eager.
