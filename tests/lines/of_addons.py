@@ -240,6 +240,14 @@ def nothing_to_profile(told: Told) -> None:
     tmg.tuning.profile_step(trained, distribute(batches()), steps=2)
 
 
+@example("profile_step reads the data again where it ends, which an iterator cannot")
+def profile_of_an_iterator(told: Told) -> None:
+    trained = step()
+    with told(tmg.errors.DataError):
+        tmg.tuning.profile_step(trained, iter(distribute(batches())))
+    tmg.tuning.profile_step(trained, distribute(batches()), steps=2)
+
+
 @example("batch must be a whole global batch of arrays or tensors")
 def speeds_of_a_divided_batch(told: Told) -> None:
     trained = step()

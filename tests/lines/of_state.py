@@ -127,12 +127,17 @@ def draws_of_tensorflow(told: Told) -> None:
 
 @example("The checkpoint is of another model or has other extra objects")
 def other_extra_tables(told: Told) -> None:
+    model = compiled()
+
     def run(directory: str = "run", **extra: Any) -> Any:
-        model = compiled()
         return tmg.Checkpoints(directory, model, model.optimizer, extra=extra)
 
     run(seen=[table()]).save()
+    changed = [weight + 1 for weight in model.get_weights()]
+    model.set_weights(changed)
     with told():
         run(found=[table()]).restore()
+    for now, before in zip(model.get_weights(), changed, strict=True):
+        assert (now == before).all(), "a checkpoint that is refused has changed the model"
     run(seen=[table()]).restore()
     run("another", found=[table()]).restore()

@@ -216,6 +216,8 @@ def test_which_callbacks_do_not_slow_training_down(
         with subtests.test(callback=callback):
             assert every_batches(callback, "train") == every, callback
     assert every_batches(save, "test") is None
+    with pytest.raises(ValueError, match="every_batches must be a whole number, at least 1"):
+        every_batches(Notes(every_batches=0), "train")
 
 
 # What a callback may do ---------------------------------------------------------------------------

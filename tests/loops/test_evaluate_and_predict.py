@@ -137,3 +137,22 @@ def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> Non
     assert ours.calls == theirs.calls
     np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
     assert len(predicted) == rows
+
+
+# Fails if Keras' limit of steps, for debugging, leaves no logs, or if a loop runs ahead of it.
+@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch")
+def test_the_limit_of_steps_of_keras(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: keras.config.set_max_steps_per_epoch(None))
+    keras.config.set_max_steps_per_epoch(2)
+    with strategy_of(2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((10, 2)), np.arange(10.0)[:, None]
+    logs = tmg.evaluate(model, (x, y), batch_size=1, verbose=0)
+    expected = np.mean((model(x[:2]) - y[:2]) ** 2)
+    assert logs["loss"] == pytest.approx(expected, rel=1e-6)
+    history = tmg.fit(
+        model, (x, y), batch_size=1, validation_data=(x, y), verbose=0, verify=False
+    ).history
+    assert history.keys() == {"loss", "val_loss"}
+    assert model.optimizer.iterations.numpy() == 2

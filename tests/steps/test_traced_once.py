@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated
+from one_device import Replicated, strategy_of
 from problems import networks
 
 import tfmultigpu as tmg
@@ -155,3 +155,29 @@ def test_one_trace_is_taken_by_itself_where_it_pays() -> None:
         step((X[:, 0], X[:, 1]))
         assert why in step.trace.why_each
         assert bool(why) == bool(step.trace.why_each)
+
+
+class AsksAndCatches(L.Layer):
+    def call(self, x: Any) -> Any:
+        try:
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        except Exception:
+            number = 0
+        return x + tf.cast(number, x.dtype)
+
+
+# Fails if one trace serves replicas that it cannot serve, because a layer has caught the refusal.
+def test_a_refusal_that_a_layer_catches_holds() -> None:
+    x, y = np.zeros((4, 1), "float32"), np.zeros((4, 1), "float32")
+    losses: list[float] = []
+    for features in ([OneTrace()], [ForEach()]):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), AsksAndCatches()])
+            model.add(L.Dense(1, kernel_initializer="ones"))
+            optimizer = keras.optimizers.SGD(0.0)
+        step = tmg.make_train_step(
+            model, optimizer, "mse", strategy, features=features, verify=False
+        )
+        losses.append(float(step((x, y))["loss"]))
+    assert losses == [0.5, 0.5]

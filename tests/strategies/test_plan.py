@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tfmultigpu.clusters import Cluster
@@ -89,6 +90,7 @@ def test_what_is_named_is_taken(subtests: pytest.Subtests) -> None:
         (machine(4, 8), "auto", 2, "mirrored", gpu_names(2)),  # GPUs where there are any.
         (machine(4), "auto", ["/gpu:2"], "one_device", ("GPU:2",)),
         (machine(2, tpu=TPU), "auto", 2, "mirrored", gpu_names(2)),
+        (machine(4), "auto", np.int64(2), "mirrored", gpu_names(2)),
         # Workers bring the first devices.
         *(
             (machine(gpus, 8, cluster=TWO_WORKERS), "auto", devices, "multi_worker", local)

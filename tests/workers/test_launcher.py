@@ -271,7 +271,7 @@ def test_workers_that_do_not_listen_to_a_signal_are_stopped(run: Run, tmp_path: 
     code, _, err = run(script, place, workers=2, signal_grace=0.3)
     thread.join()
     assert code == 128 + signal.SIGTERM
-    assert "; stopped 30 s later: worker 0, 1." in err
+    assert "; stopped by force: worker 0, 1." in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in place.read_text().split())
 
 

@@ -125,6 +125,8 @@ class TracedOnce:
 
         function = tf.function(run, autograph=False, **_compat.called_as_whole())
         concrete = function.get_concrete_function(*self._specs)
+        if self.why_each:  # A layer has caught the error.
+            self._refuse(self.why_each)
         # Replicas that call one function would draw the same numbers.
         if any(state.kind == "draws" for state in touched.states):
             self._refuse("it draws random numbers by tf.random, not by keras.random")

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 
 import tensorflow as tf
 
@@ -114,7 +115,7 @@ def create_strategy(
     _accept(plan, fallback)
     if facts.tpu.address is not None and facts.tpu.missing is not None:
         _log.warning("No TPU: %s", facts.tpu.missing)
-    counted = devices is None or isinstance(devices, int)
+    counted = devices is None or isinstance(devices, Real)
     if counted and plan.kind != "tpu" and not facts.of_kind("GPU"):
         where = ", ".join(plan.devices)
         if plan.kind == "multi_worker":

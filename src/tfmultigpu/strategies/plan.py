@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple, get_args
 
 from tfmultigpu.clusters import Cluster
@@ -137,7 +138,7 @@ def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None
         return None
     counted = facts.of_kind("GPU") or facts.of_kind("CPU")
     existing = tuple(facts.devices)
-    if isinstance(devices, int):
+    if isinstance(devices, Real):  # Of NumPy, too.
         existing = counted
     names = resolve_devices(devices, existing, facts.no_more_gpus)
     kinds = {name.split(":")[0] for name in names}

@@ -19,6 +19,7 @@ from tfmultigpu.addons.checkpoints.tables import (
     PREFIX,
     Tables,
     check_holds_states,
+    check_tables_fit,
     is_table,
     named_tables,
     read_tables,
@@ -124,8 +125,10 @@ class RunVariables:
 
     def write(self, arrays: Arrays, where: Path) -> None:
         """Writes back what ``read`` has returned, or a checkpoint that is stored ``where``."""
+        tables = self._tables()
+        check_tables_fit(tables, arrays, where)  # Before anything is written.
         write_state(self.all(), arrays, self.exchange)
-        write_tables(self._tables(), arrays, where)
+        write_tables(tables, arrays)
 
     def restore(self, stored: Stored, data: ShardedDataset | None) -> None:
         """Restores a checkpoint; what is not built yet is built as a step would."""

@@ -77,8 +77,8 @@ def read_tables(tables: Tables, exchange: WorkerExchange) -> Arrays:
     return arrays
 
 
-def write_tables(tables: Tables, arrays: Arrays, where: Path) -> None:
-    """Puts stored contents, of the checkpoint ``where``, into their tables."""
+def check_tables_fit(tables: Tables, arrays: Arrays, where: Path) -> None:
+    """Checks that the checkpoint ``where`` has stored these tables, and no others."""
     stored = {name.rpartition("/")[0] for name in arrays if name.startswith(PREFIX)}
     if stored != set(tables):
         raise CheckpointError(
@@ -86,6 +86,10 @@ def write_tables(tables: Tables, arrays: Arrays, where: Path) -> None:
             f"{where} with {sorted(stored)}, and here {sorted(tables)}",
             "Build the same ones as when it was saved, or give another directory to start over.",
         )
+
+
+def write_tables(tables: Tables, arrays: Arrays) -> None:
+    """Puts stored contents into their tables."""
     for name, table in tables.items():
         content = []
         for part, dtype in (("keys", table.key_dtype), ("values", table.value_dtype)):

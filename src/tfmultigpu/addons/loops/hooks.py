@@ -15,6 +15,7 @@ from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.files import check_files
 from tfmultigpu.addons.loops.workers import check_alike, union
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.preprocessing import draw_seed
 from tfmultigpu.errors import CheckpointError, LossError
 from tfmultigpu.steps.chain import ChainedStep
@@ -229,7 +230,8 @@ def every_batches(callback: KerasCallback, mode: Mode) -> int | None:
     optional attribute of it. The progress bar and callbacks without such hooks are not.
     """
     if hasattr(callback, "every_batches"):
-        return None if callback.every_batches is None else int(callback.every_batches)
+        every = callback.every_batches
+        return None if every is None else check_count("every_batches", every, other="None")
     hooks = {f"on_{mode}_batch_begin", f"on_{mode}_batch_end"}
     if mode == "train":
         hooks |= {"on_batch_begin", "on_batch_end"}

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.array_batches import shard_arrays
@@ -154,6 +155,9 @@ def feed_of(
     model: KerasModel, strategy: tf.distribute.Strategy, source: Source, reading: Reading
 ) -> Feed:
     """Returns the data of a loop."""
+    # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
+    if most := keras.config.max_steps_per_epoch():
+        reading = dataclasses.replace(reading, steps=min(most, reading.steps or most))
     steps = reading.steps
     if reading.resumes and steps is not None:
         raise DataError(

@@ -132,7 +132,7 @@ class Program:
         step, metrics = self._train_step(feed.element_spec)
         # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
         calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
-        pace = get_or_make(self.model, "pace", id(step), calls)
+        pace = get_or_make(self.model, "pace", weakref.ref(step), calls)
         return TrainingLoop(self.model, hooks, feed, step, metrics, pace, width=width, seen=seen)
 
     def _train_step(self, spec: BatchSpec) -> tuple[TrainStep | ChainedStep, EpochMetrics]:

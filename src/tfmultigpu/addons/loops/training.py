@@ -283,9 +283,4 @@ def checked_arguments(kwargs: Mapping[str, object]) -> Options:
         raise DataError("shuffle must be True or False.", f"shuffle={arguments['shuffle']!r}")
     for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
         arguments[name] = check_count(name, arguments[name], 0)
-    # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
-    limit = getattr(keras.config, "max_steps_per_epoch", None)
-    most = None if limit is None else limit()
-    if most:
-        arguments["steps_per_epoch"] = min(most, arguments["steps_per_epoch"] or most)
     return arguments

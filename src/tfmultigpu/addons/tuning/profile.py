@@ -119,7 +119,15 @@ def profile_step(
         8.0
     """
     check_count("steps", steps, error=ValueError)
-    batch = next(iter(data), None)
+    iterator = iter(data)
+    if iterator is data:
+        raise DataError(
+            "profile_step reads the data again where it ends, which an iterator cannot.",
+            type(data).__name__,
+            "Give the dataset itself: profile_step(step, tmg.distribute_dataset(dataset, "
+            "strategy)).",
+        )
+    batch = next(iterator, None)
     if batch is None:
         raise DataError("There is no batch to profile.", "data that is empty")
     first = _seconds(step, batch)

@@ -140,7 +140,7 @@ class _Run:
             stopped = _workers_with(None, outcome)
             more = ""
             if stopped:
-                more = f"; stopped 30 s later: worker {', '.join(stopped)}"
+                more = f"; stopped by force: worker {', '.join(stopped)}"
             _say(f"Interrupted: {name} was passed on to all workers{more}.")
             if stopped or outcome.failed:
                 return 128 + outcome.signal
