@@ -105,7 +105,7 @@ def test_distribute_dataset_alone_is_a_partition(replicas: int, what: str) -> No
 
 
 # Fails if batches that are not smaller than the replicas are cut into anything but a partition.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_distribute_dataset_alone_in_a_compiled_loop(replicas: int) -> None:
     batches = regression([7, 5, 3])
     strategy = strategy_of(replicas)
@@ -131,7 +131,7 @@ def test_distribute_dataset_alone_in_a_compiled_loop(replicas: int) -> None:
 
 # Fails if a step needs our own strategy or our own data, or if it trains on in silence where
 # TensorFlow's own distribution leaves a replica without rows.
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_a_step_alone_beside_a_strategy_and_data_of_tensorflow(replicas: int) -> None:
     batches = regression([7, 5, 1])
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
@@ -154,7 +154,7 @@ def test_a_step_alone_beside_a_strategy_and_data_of_tensorflow(replicas: int) ->
 
 # Fails if the accumulator divides before the window ends, by the number of micro-batches or of
 # replicas, keeps a window for the next, or if the update adds over the replicas once more.
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.more), 2, 3])
 def test_the_accumulator_alone_over_uneven_windows(replicas: int) -> None:
     sizes = [(7, 1), (3,), (1, 1, 5), (1,)]
     optimizer = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9, global_clipnorm=0.5)

@@ -97,7 +97,7 @@ def hold_each_row_once(structure: Any, rows: int, batch_size: int, replicas: int
     assert joined(itertools.islice(data, 1), strategy) == expected[:1]
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_each_row_once_of_every_kind_at_once(replicas: int) -> None:
     kinds = ({"a": "dense", "b": ("ragged", "none")}, ("strings", {"c": "sparse"}), "numbers")
     hold_each_row_once(kinds, 13, 5, replicas)
@@ -154,7 +154,7 @@ def test_endless_data_and_data_of_unknown_length(replicas: int) -> None:
 # Fails if arrays are shuffled, cut across their rows, or lose the last batch; or if a function that
 # returns a generator is called once for all passes; or if TensorFlow computes in the memory of what
 # the generator yields parts of, so that the next pass has other data.
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, pytest.param(3, marks=pytest.mark.more)])
 def test_arrays_and_generators(replicas: int) -> None:
     strategy = strategy_of(replicas)
     memory, y = np.arange(96.0), np.arange(11)

@@ -100,7 +100,7 @@ def begin() -> None:
     [
         (3, noises, 5, {}),
         (2, noises, None, {"micro_batches": 2, "verify": False}),
-        (2, augmentations, 5, {"verify": False}),
+        pytest.param(2, augmentations, 5, {"verify": False}, marks=pytest.mark.more),
         (3, augmentations, None, {"verify": False}),
     ],
     ids=["noise, N=3", "noise without seeds, N=2", "images, N=2", "images without seeds, N=3"],
