@@ -118,7 +118,7 @@ def begin() -> None:
     ("replicas", "norm", "sharded", "options"),
     [
         (1, True, False, {}),
-        pytest.param(*(3, True, False, {"loss_scale": 8.0}), marks=pytest.mark.more),
+        pytest.param(3, True, False, {"loss_scale": 8.0}, marks=pytest.mark.more),
         pytest.param(
             *(2, False, True, {"micro_batches": 2, "verify": False}), marks=pytest.mark.more
         ),

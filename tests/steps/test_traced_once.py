@@ -161,7 +161,7 @@ class AsksAndCatches(L.Layer):
     def call(self, x: Any) -> Any:
         try:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        except Exception:
+        except Exception:  # As code of users has it: the refusal must hold all the same.
             number = 0
         return x + tf.cast(number, x.dtype)
 
