@@ -53,7 +53,7 @@ def run_demo(replicas: int | None = None, epochs: int = 10) -> bool:
         replicas: Number of replicas; None: one per GPU, or 4 virtual CPUs.
         epochs: Number of epochs.
     """
-    check_count("epochs", epochs, error=tmg.TfMultiGpuError)
+    epochs = check_count("epochs", epochs, error=tmg.TfMultiGpuError)
     x, y = load_digits()
     devices = choose_devices(replicas)
     data = batches_of(x, y, len(devices))

@@ -161,7 +161,7 @@ LAW = (
         f"{SKIP}[dynamic, N=3]",
         also=(
             (
-                "        gradient = gradient.forbidden_too_by(before)\n",
+                "        gradient = gradient.completed_by(before)\n",
                 "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(step.one))\n",
             ),
             (

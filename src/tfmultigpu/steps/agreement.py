@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 
 import keras
 import numpy as np
@@ -85,9 +85,8 @@ def describe(value: Untyped) -> str:
     function = getattr(value, "python_function", value)  # Of a tf.function.
     function = getattr(function, "__func__", function)  # Of a method.
     if isinstance(function, types.FunctionType):
-        read = inspect.getclosurevars(function)
         numbers: list[object] = [function.__defaults__, function.__kwdefaults__]
-        for v in (*read.nonlocals.values(), *read.globals.values()):
+        for v in _read_by(function):
             if isinstance(v, (float, np.ndarray)):
                 numbers.append(v)
         code = digest_of(describe(function.__code__))
@@ -96,6 +95,18 @@ def describe(value: Untyped) -> str:
         return getattr(value, "__qualname__", repr(value))
     kind: type = value.__class__  # Of what a proxy stands for.
     return f"{kind.__qualname__} {digest_of(describe(vars(kind).get('call')))} {_config(value)}"
+
+
+def _read_by(function: types.FunctionType) -> list[object]:
+    """Returns what a function reads from around it, but for what is defined later."""
+    values: list[object] = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # It is empty yet.
+            values.append(cell.cell_contents)
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            values.append(function.__globals__[name])
+    return values
 
 
 def _config(value: Untyped) -> str | None:

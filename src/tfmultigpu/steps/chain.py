@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 
@@ -18,7 +17,7 @@ from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import Context, KerasMetric, KerasVariable, Tensor, Untyped
+from tfmultigpu.types import KerasMetric, KerasVariable, Tensor, Untyped
 
 
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
@@ -89,7 +88,7 @@ class ChainedStep(Step, Looped):
             metrics += step.metrics
             locks += step.runner.locks
         self.metrics = tuple(by_id(metrics).values())
-        self.runner = Runner(self, list(by_id(locks).values()))
+        self.runner = Runner(self, locks)
 
     def __repr__(self) -> str:
         """Returns the steps in their order, and where they train."""
@@ -154,10 +153,6 @@ class ChainedStep(Step, Looped):
             local = [with_dependencies(effects, rows) for rows in shards.local]
             shards = shards._replace(local=local)
         return logs_of_step(tallies), tallies
-
-    def around_trace(self) -> Context:
-        """Returns nothing to enter: features are asked by their own step alone."""
-        return nullcontext()
 
     def around_call(self, call: Call) -> Call:
         """Returns a call of each step by itself, if one of them is to be verified."""

@@ -23,7 +23,7 @@ from tfmultigpu.steps.shown_step import shown_loss, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.collectives import locks_of_calls, sum_over_replicas
+from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.types import Scalar, Shard, Tensor
 
 
@@ -52,7 +52,7 @@ class EvalStep(ModelStep, Looped):
         self.strategy, self.features = strategy, tuple(features)
         self.model, self.forward, self.trace = forward.model, forward, Trace()
         self.step_metrics, self.metrics = metrics, metrics.all
-        self.runner = Runner(self, locks_of_calls(strategy))
+        self.runner = Runner(self)
 
     def __repr__(self) -> str:
         """Returns what it evaluates, where, and what the check of it found."""
@@ -76,15 +76,15 @@ class EvalStep(ModelStep, Looped):
         self.step_metrics.build(self.model, batch_spec)
         return False
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
+    def _compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Evaluates one global batch; traced."""
-        tally, passes = self.look(shards, trace)
+        tally, passes = self._look(shards, trace)
         phases.commit(self.strategy, trace, passes, [tally.sums])
         self.trace = trace
         tallies = {"": tally}
         return logs_of_step(tallies), tallies
 
-    def look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass]]:
+    def _look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass]]:
         """Evaluates one global batch and assigns nothing; traced."""
         passes = for_all_replicas(self, self._replica)(shards, trace)
         layout = trace.layout

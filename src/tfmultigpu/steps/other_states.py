@@ -31,6 +31,7 @@ _CHANGES_NOTHING = re.compile(
 _COLLECTIVE = re.compile("Collective|Nccl")  # Takes a variable only for its order among others.
 _PYTHON = re.compile(r"(Eager)?PyFunc")
 _WRITES_TABLE = re.compile(r"LookupTable(Insert|Import|Remove)V2")
+_OF_ROWS = re.compile("Resource(Gather|Scatter|Sparse)")
 _READS_VARIABLE = (
     *("ReadVariableOp", "_ReadVariablesOp", "ResourceGather", "ResourceGatherNd"),
     *("VarIsInitializedOp", "VariableShape"),
@@ -81,10 +82,13 @@ class Touched:
 
     Attributes:
         states: The state that they change.
+        by_rows: The handles of the variables of which they read or write single rows, by ``id``.
+            TensorFlow copies the whole of such a variable at each read of its value, for good.
     """
 
     def __init__(self) -> None:
         self.states: list[OtherState] = []
+        self.by_rows: dict[int, Handle] = {}
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     @property
@@ -117,6 +121,7 @@ class Touched:
         for operation in graph.get_operations()[before:]:
             if operation.op_def.is_stateful:
                 search.add(operation.node_def, list(map(search.outside, operation.inputs)))
+        self.by_rows |= search.by_rows
         known = {state.key for state in self.states}
         self.states += [state for state in search.found() if state.key not in known]
         self._graphs.add(graph)  # Which knows its variables once it is complete.
@@ -134,6 +139,7 @@ class _Search:
         self._dtypes: dict[int, tuple[tf.DType, tf.DType]] = {}
         self._assigned: dict[_Key, OtherState] = {}
         self._read: set[int] = set()
+        self.by_rows: dict[int, Handle] = {}
 
     def found(self) -> list[OtherState]:
         """Returns the states; a table whose dtypes nothing tells is out of reach."""
@@ -197,6 +203,8 @@ class _Search:
 
     def _add_variable(self, operation: str, handle: Handle, where: str) -> None:
         """Notes what an operation does to a variable."""
+        if _OF_ROWS.match(operation):
+            self.by_rows[id(handle)] = handle
         # What is only assigned, such as a number for people, has no say in later steps.
         if operation != "AssignVariableOp":
             self._read.add(id(handle))

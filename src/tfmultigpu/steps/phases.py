@@ -328,7 +328,7 @@ def _ask_features(step: Training, gradient: Gradient) -> Gradient:
     """
     for feature in step.features:
         before, gradient = gradient, feature.on_gradient(gradient)
-        gradient = gradient.forbidden_too_by(before)
+        gradient = gradient.completed_by(before)
     return gradient
 
 

@@ -66,11 +66,11 @@ class PredictStep(ModelStep):
         check_values_alike(self.strategy, self.model)
         return False
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[Tensor, Tallies]:
+    def _compute(self, shards: Shards, trace: Trace) -> tuple[Tensor, Tallies]:
         """Predicts one global batch, and returns no tallies; traced."""
-        return self.look(shards, trace), {}
+        return self._look(shards, trace), {}
 
-    def look(self, shards: Shards, trace: Trace) -> Nested:
+    def _look(self, shards: Shards, trace: Trace) -> Nested:
         """Predicts one global batch; traced."""
         parts: list[Tensor] = for_all_replicas(self, self._replica)(shards, trace)
         joined = join_rows(self.strategy, parts)

@@ -30,8 +30,10 @@ class OfReplicas(Protocol):
     model: KerasModel
 
 
-def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
-    """Returns the function of all replicas, as features cut, loop or compile it.
+def for_all_replicas(
+    step: OfReplicas, replica: Replica, features: Sequence[Feature] | None = None
+) -> Phase:
+    """Returns the function of all replicas, as features of the step cut, loop or compile it.
 
     ::
 
@@ -39,10 +41,12 @@ def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
         phase = each replica of this process computes its shard by replica, traced once if it can be
         for each feature: phase = feature.around_phase(phase)
     """
-    for feature in step.features:
+    if features is None:
+        features = step.features
+    for feature in features:
         replica = feature.around_replica(replica)
     phase: Phase = functools.partial(traced_once, step, replica)
-    for feature in step.features:
+    for feature in features:
         phase = feature.around_phase(phase)
     return phase
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import GATHERED, structure_of
 from tfmultigpu.errors import DataError, TfMultiGpuError
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, on_shards
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
@@ -30,7 +31,12 @@ from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
 from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
-from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory, sending_lists
+from tfmultigpu.strategies.collectives import (
+    LISTED,
+    locks_of_calls,
+    replicas_share_memory,
+    sending_lists,
+)
 from tfmultigpu.strategies.topology import describe, is_one_process
 from tfmultigpu.types import Scalar, Shard, Tensor
 
@@ -69,9 +75,6 @@ class Computation(Protocol):
     def compute(self, shards: Shards, trace: Trace) -> tuple[Any, Tallies]:
         """Computes one global batch; traced. Returns what a call returns, and the tallies."""
 
-    def around_trace(self) -> AbstractContextManager[Any]:
-        """Returns the context in which all of it is traced."""
-
     def around_call(self, call: Call) -> Call:
         """Returns a call with what watches it; ``call`` itself if nothing does."""
 
@@ -83,12 +86,14 @@ class Runner:
         computation: What it runs.
         traces: What it has traced, for each key of the computation.
         touched: The state that its traces change, and the variables that they use.
-        locks: The locks of what a call changes, which it holds: threads take turns.
+        locks: The locks of what a call changes, which it holds: threads take turns. Those of the
+            strategy's collectives are among them, whatever the computation is.
     """
 
     def __init__(self, computation: Computation, locks: Sequence[threading.RLock] = ()) -> None:
+        of_calls = locks_of_calls(computation.strategy)
         # Each thread takes them in the same order, or two could wait for each other.
-        self.locks = sorted([threading.RLock(), *locks], key=id)
+        self.locks = sorted(by_id([threading.RLock(), *of_calls, *locks]).values(), key=id)
         self._retraces = Retraces()
         self.computation, self.strategy = computation, computation.strategy
         self.traces = TraceCache(lambda: BatchFunction(self._trace, self.strategy))
@@ -133,7 +138,7 @@ class Runner:
         traced = self.traces.now
         trace = traced.begin(why_each=why, logs_last=logs_last)
         sending = sending_lists(once_a_call=not self._is_inside)
-        with self.computation.around_trace(), self.touched.noting(), sending:
+        with self.touched.noting(), sending:
             result, tallies = self.computation.compute(shards, trace)
         traced.note_layouts(tallies)
         return result, _vectors(tallies)
@@ -205,7 +210,9 @@ class Runner:
     def _run_many(
         self, iterator: Any, steps: Scalar, *, logs_last: bool
     ) -> tuple[dict[str, Any], Tallies]:
-        source, elements, split = self._opened(iterator, steps)
+        source, elements, split = self._opened(iterator)
+        if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
+            steps = check_count("steps", steps, error=ValueError)
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         never_ends = isinstance(iterator, ShardIterator) and iterator.never_ends
@@ -230,7 +237,7 @@ class Runner:
             with explaining_failures(self.strategy):
                 loop = self._find(kind, split)
             # Ctrl-C is heard between calls.
-            asked = min(loop.most, int(steps) - ran, self._length.steps)
+            asked = min(loop.most, steps - ran, self._length.steps)
             began = time.perf_counter()
             with explaining_failures(self.strategy), self._finding_lost_errors(loop):
                 logs, vectors = loop.run(source, tf.cast(asked, tf.int64), *_vectors(done))
@@ -289,7 +296,7 @@ class Runner:
             element = next(source, None)
             return None if element is None else _batch_of(element, split)
 
-    def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
+    def _opened(self, iterator: Any) -> tuple[Any, Any, Split]:
         """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
         check_called_from(self.strategy)
         if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
@@ -305,8 +312,6 @@ class Runner:
                 "Write iterator = iter(tmg.distribute_dataset(dataset, strategy)), then "
                 "step.run(iterator, steps).",
             )
-        if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
-            check_count("steps", steps, error=ValueError)
         if not isinstance(iterator, ShardIterator):
 
             def split(element: Shard) -> tuple[list[Any], Any]:

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.steps.values import Call
+from tfmultigpu.steps.tally import Tallies
+from tfmultigpu.steps.values import Call, Shards, Trace
 from tfmultigpu.types import Data, Nested, Shard, Untyped
 
 
@@ -58,6 +59,18 @@ class ModelStep(Step):
                 return feature.verification
         return None
 
+    # Whoever traces a step calls these: no caller can leave out a context of a feature.
+
+    def compute(self, shards: Shards, trace: Trace) -> tuple[Nested, Tallies]:
+        """Computes one global batch, and assigns what changes; traced."""
+        with self.around_trace():
+            return self._compute(shards, trace)
+
+    def look(self, shards: Shards, trace: Trace) -> Nested:
+        """Computes one global batch and assigns nothing; traced."""
+        with self.around_trace():
+            return self._look(shards, trace)
+
     @contextmanager
     def around_trace(self) -> Iterator[None]:
         """Enters the contexts in which features have all of the step traced."""
@@ -65,6 +78,12 @@ class ModelStep(Step):
             for feature in self.features:
                 contexts.enter_context(feature.around_trace())
             yield
+
+    def _compute(self, shards: Shards, trace: Trace) -> tuple[Nested, Tallies]:
+        raise NotImplementedError
+
+    def _look(self, shards: Shards, trace: Trace) -> Nested:
+        raise NotImplementedError
 
     def around_call(self, call: Call) -> Call:
         """Returns a call with what features do around it."""

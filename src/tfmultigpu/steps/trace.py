@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,11 +108,14 @@ def place_of_user() -> str:
     return f"{name} (line {frame.f_lineno} of {Path(frame.f_code.co_filename).name})"
 
 
+# How names of files begin in this package; without the separator also those of tfmultigpu_more.
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = (OURS, *[f"{Path(str(one.__file__)).parent}{os.sep}" for one in (tf, keras)])
+
+
 def _frame_of_user() -> tuple[FrameType | None, int]:
     """Returns the innermost frame of the user, and its ``stacklevel`` for the caller."""
-    packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
-    prefixes = tuple(map(str, packages))
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(prefixes):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return frame, level

@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -31,14 +30,15 @@ from tfmultigpu._patch import patching, setting
 from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
+from tfmultigpu.steps.trace import OURS
 from tfmultigpu.steps.values import Shards, Trace
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.strategies.topology import is_sharded, local_replicas
 from tfmultigpu.types import KerasModel
 
 # A small step gains nothing, and a call costs each replica of it some 0.1 ms.
 PAYS_FROM_VARIABLES = 30
-_PACKAGE = str(Path(__file__).parents[1])
 # Files through which a question for the number of replicas passes.
 _PASSING = (_patch.__file__, inspect.getsourcefile(tf.distribute.ReplicaContext))
 
@@ -70,6 +70,8 @@ def why_each(
             return f"{type(feature).__name__} changes the function of each replica"
         if feature.colocates_gradients:
             return f"{type(feature).__name__} computes on several devices"
+    if any(map(is_sharded, units_of(model.variables))):
+        return "variables are sharded, and each replica reads those of the others in its own turn"
     if any(feature.traces_once for feature in features):
         return ""
     if not replicas_share_memory(strategy):
@@ -177,7 +179,7 @@ def _asked_by_us() -> bool:
     passing = (__file__, *_PASSING)
     while frame is not None and frame.f_code.co_filename in passing:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+    return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
 def call_on_one_device(known: Trace, shards: Shards) -> Any:

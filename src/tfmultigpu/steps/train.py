@@ -28,7 +28,6 @@ from tfmultigpu.steps.shown_step import shown_loss, shown_options, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
-from tfmultigpu.strategies.collectives import locks_of_calls
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import (
@@ -87,8 +86,7 @@ class TrainStep(ModelStep, Looped):
         self.model, self.forward, self.optimizer = forward.model, forward, optimizer
         self.step_metrics, self.metrics = metrics, metrics.all
         self.trace = Trace()
-        locks = [lock_of(unwrap_optimizer(optimizer)), *locks_of_calls(strategy)]
-        self.runner = Runner(self, locks)
+        self.runner = Runner(self, [lock_of(unwrap_optimizer(optimizer))])
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
         self._options = settings or {}
@@ -177,9 +175,9 @@ class TrainStep(ModelStep, Looped):
 
     # The step -----------------------------------------------------------------------------------
 
-    def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
+    def _compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Any], Tallies]:
         """Trains on one global batch; traced."""
-        tally, passes, gradient = self.look(shards, trace)
+        tally, passes, gradient = self._look(shards, trace)
         # The norm needs the whole backward pass. If nobody reads it, TensorFlow leaves it out.
         last: Sequence[Tensor] = gradient.tensors
         if trace.logs_last:
@@ -200,7 +198,7 @@ class TrainStep(ModelStep, Looped):
         tallies = {"": tally}
         return logs_of_step(tallies), tallies
 
-    def look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass], Gradient]:
+    def _look(self, shards: Shards, trace: Trace) -> tuple[Tally, list[Pass], Gradient]:
         """Computes the gradient of one global batch and assigns nothing; traced."""
         shards = shards._replace(factor=phases.loss_factor(self.features))
         replica = functools.partial(phases.train_replica, self)

@@ -161,13 +161,19 @@ class Gradient(NamedTuple):
     variables: tuple[KerasVariable, ...] = ()
     finite: Scalar = None
 
-    def forbidden_too_by(self, before: Gradient) -> Gradient:
-        """Returns the same, whose update is forbidden as well if it was before a feature."""
-        if before.valid is None or self.valid is before.valid:
-            return self
-        if self.valid is None:
-            return self._replace(valid=before.valid)
-        return self._replace(valid=tf.logical_and(before.valid, self.valid))
+    def completed_by(self, before: Gradient) -> Gradient:
+        """Returns the same, with what a feature left out that made a new gradient of ``before``.
+
+        An update that was forbidden stays forbidden.
+        """
+        left_out: dict[str, Any] = {}
+        for name, default in self._field_defaults.items():
+            if getattr(self, name) is default:
+                left_out[name] = getattr(before, name)
+        whole = self._replace(**left_out)
+        if before.valid is None or whole.valid is before.valid:
+            return whole
+        return whole._replace(valid=tf.logical_and(before.valid, whole.valid))
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,14 +14,19 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.errors import ClusterError
+from tfmultigpu.errors import ClusterError, WorkerLostError
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Array, Untyped
 
 _Name = TypeVar("_Name")
+_Result = TypeVar("_Result")
 _SHORTEST = 8
+
+
+class ElsewhereError(Exception):
+    """Another worker has failed in what all workers do, and this one has not."""
 
 
 class WorkerExchange:
@@ -62,6 +67,25 @@ class WorkerExchange:
         with explaining_lost_workers():
             gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
         return np.asarray(gathered.numpy())
+
+    def together(self, purpose: str, function: Callable[[], _Result]) -> _Result:
+        """Returns what a function returns here, if it ends without an error on all workers.
+
+        No worker leaves out what all of them do next because it alone has failed.
+
+        Raises:
+            ElsewhereError: The function has failed on other workers alone.
+        """
+        try:
+            result = function()
+        except (ClusterError, WorkerLostError):  # The workers are apart already.
+            raise
+        except Exception:
+            self(purpose, [1])
+            raise
+        if self(purpose, [0]).any():
+            raise ElsewhereError(purpose)
+        return result
 
     def floats(self, purpose: str, values: Iterable[float]) -> Array:
         """Returns the floats of all workers, without rounding."""

@@ -36,6 +36,7 @@ class EvaluationCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_test_begin(logs)
         assert self.evaluation is not None
         self.evaluation.begin()
+        self.evaluation.agree_on_stopping()
 
     def _of_the_loop(self, batch: int, logs: Logs = None) -> None:
         """Does nothing: Keras counts each batch, and a loop calls the hooks itself."""
@@ -74,7 +75,7 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
             self._training.step.runner.settle(lambda: self._training.feed.element_spec)
         super().on_epoch_begin(epoch, logs)
         self._training.begin(skipped)
-        self._hooks.agree_on_stopping("stop_training")
+        self._training.agree_on_stopping()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Calls the hooks; then all workers have one model, or an error."""

@@ -98,7 +98,7 @@ def evaluate(
     strategy = checked_strategy(model, "evaluate")
     compile_arguments(model)
     refuse_own_methods(model, "evaluate")
-    check_steps(steps)
+    steps = check_steps(steps)
     source = source_of("evaluate", data, x=x, y=y, sample_weight=sample_weight)
     reading = Reading("evaluation", batch_size, steps)
     with feed_of(model, strategy, source, reading) as feed:
@@ -119,7 +119,7 @@ def _run(
     assert loop is not None
     with setting(model, **around(loop)):
         logs = run_keras(
-            model, "evaluate", loop.feed, callbacks=callbacks, steps=steps, return_dict=True, **more
+            model, "evaluate", loop.feed, callbacks, steps=steps, return_dict=True, **more
         )
     return dict(logs)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.files import check_files
@@ -68,7 +69,6 @@ class Hooks:
         given = to_list(callbacks)
         check_callbacks(given, model, step)
         check_files(self.exchange, given, model)
-        adapt_callbacks(given, getattr(model, "optimizer", None))
         of_keras = keras.callbacks.CallbackList(
             given,
             add_history=add_history,
@@ -202,8 +202,14 @@ def check_callbacks(
                 )
 
 
-def adapt_callbacks(callbacks: Iterable[KerasCallback], optimizer: KerasOptimizer) -> None:
-    """Makes callbacks that swap moving averages swap the averages of the replicas that own them."""
+@contextmanager
+def swapping_averages(
+    callbacks: Iterable[KerasCallback], optimizer: KerasOptimizer
+) -> Iterator[None]:
+    """Has callbacks that swap moving averages swap the averages of the replicas that own them.
+
+    Nothing of it stays on the callbacks of the user.
+    """
     swaps = keras.callbacks.SwapEMAWeights
 
     def swapping(method: Callable[..., None], *args: object) -> None:
@@ -215,12 +221,16 @@ def adapt_callbacks(callbacks: Iterable[KerasCallback], optimizer: KerasOptimize
     for name in dir(swaps):
         if name.startswith("on_") and name.endswith(("begin", "end")) and "batch" not in name:
             hooks.append(name)
-    for callback in callbacks:
-        if optimizer is not None and isinstance(callback, swaps):
-            for hook in hooks:
-                # Of the class, so that a second fit does not wrap twice.
-                method = getattr(type(callback), hook).__get__(callback)
-                setattr(callback, hook, functools.partial(swapping, method))
+    with ExitStack() as contexts:
+        for callback in callbacks:
+            if optimizer is not None and isinstance(callback, swaps):
+                wrapped = {}
+                for hook in hooks:
+                    # Of the class, so that a validation in a fit does not wrap twice.
+                    method = getattr(type(callback), hook).__get__(callback)
+                    wrapped[hook] = functools.partial(swapping, method)
+                contexts.enter_context(setting(callback, **wrapped))
+        yield
 
 
 def every_batches(callback: KerasCallback, mode: Mode) -> int | None:

@@ -75,8 +75,8 @@ class Reading:
         return self.purpose == "training"
 
 
-def check_steps(steps: object, name: str = "steps") -> None:
-    """Checks a number of batches, and that the caller is not inside a ``tf.function``."""
+def check_steps(steps: object, name: str = "steps") -> int | None:
+    """Returns a number of batches or None; the caller may not be inside a ``tf.function``."""
     if tf.inside_function():
         raise DataError(
             "fit, evaluate and predict read all data and return numbers, so they cannot run "
@@ -85,8 +85,7 @@ def check_steps(steps: object, name: str = "steps") -> None:
             "Call them outside. Inside, call a step of tmg.make_train_step, tmg.make_eval_step or "
             "tmg.make_predict_step.",
         )
-    if steps is not None:
-        check_count(name, steps, other="None")
+    return None if steps is None else check_count(name, steps, other="None")
 
 
 def source_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 import weakref
@@ -63,6 +62,8 @@ class Loop(Generic[_Step]):
         width: The batches of a call that the user has set, or None: ``pace`` finds how many fit.
         sums: For each step the sums of its tally over this epoch.
         done: Batches of this epoch.
+        every: The numbers of batches after which callbacks of any worker want to be called. Workers
+            exchange them where the first epoch begins, which none of them leaves out.
         seen: Batches since the beginning.
         waiting: Batches that ran, and that Keras has not counted yet.
         ran: Whether a batch has run in this epoch, here.
@@ -89,17 +90,24 @@ class Loop(Generic[_Step]):
         self.metrics, self.pace, self.width = metrics, pace, width
         self.sums: dict[str, StepSums] = {}
         self.done = self.waiting = 0
+        self.every: list[int] | None = None
         self.seen = seen
         self.ran = False
         self.logs: dict[str, Nested] = {}
 
     def begin(self, skipped: int = 0) -> None:
         """Begins an epoch, some batches of which an earlier process has trained on."""
+        if self.every is None:
+            self.every = self.hooks.every_batches(self.mode)
         self.feed.begin_epoch()
         if skipped:
             self.feed.skip(skipped)
         self.done = self.waiting = skipped
         self.ran, self.logs = False, {}
+
+    def agree_on_stopping(self) -> None:
+        """Has all workers end the loop if a callback of any asks for it."""
+        self.hooks.agree_on_stopping(self.flag)
 
     def __call__(self, feed: Data) -> dict[str, Nested]:
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
@@ -117,7 +125,7 @@ class Loop(Generic[_Step]):
             self.logs = self.read()
             if self.ran:
                 self.hooks.call(self.mode, "end", self.done - 1, dict(self.logs))
-                self.hooks.agree_on_stopping(self.flag)
+                self.agree_on_stopping()
         return self.logs
 
     def reset(self) -> None:
@@ -179,14 +187,9 @@ class Loop(Generic[_Step]):
         if getattr(self.model, self.flag, False):
             return 1
         most = self.pace.steps
-        for every in self._every:
+        for every in self.every or ():
             most = min(most, every - self.seen % every)
         return most
-
-    @functools.cached_property
-    def _every(self) -> list[int]:
-        """The numbers of batches after which callbacks want to be called."""
-        return self.hooks.every_batches(self.mode)
 
     def _warn_of_small_batches(self, rows: float) -> None:
         replicas = self.hooks.strategy.num_replicas_in_sync

@@ -13,6 +13,7 @@ import keras
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import ignoring_warnings, lock_of
+from tfmultigpu.addons.loops.hooks import swapping_averages
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.types import Function, KerasModel, Nested, Options
@@ -142,7 +143,13 @@ class OfLoop:
 
 
 def run_keras(
-    model: KerasModel, name: str, feed: object, *, of_loop: OfLoop | None = None, **kwargs: object
+    model: KerasModel,
+    name: str,
+    feed: object,
+    callbacks: keras.callbacks.CallbackList,
+    *,
+    of_loop: OfLoop | None = None,
+    **kwargs: object,
 ) -> Nested:
     """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
 
@@ -151,8 +158,10 @@ def run_keras(
     """
     method = getattr(super(keras.Model, model), name)
     # Data of unknown length has ended: that is how it is told to Keras.
-    with ignoring_warnings("Your input ran out of data; interrupting training"):
-        return inspect.unwrap(method.__func__)(of_loop or model, feed, **kwargs)
+    ending = ignoring_warnings("Your input ran out of data; interrupting training")
+    with ending, swapping_averages(callbacks.callbacks, getattr(model, "optimizer", None)):
+        run = inspect.unwrap(method.__func__)
+        return run(of_loop or model, feed, callbacks=callbacks, **kwargs)
 
 
 def check_names(

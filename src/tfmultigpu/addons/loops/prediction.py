@@ -85,7 +85,7 @@ def predict(
     check_backend(model, callbacks)
     strategy = checked_strategy(model, "predict")
     refuse_own_methods(model, "predict")
-    check_steps(steps)
+    steps = check_steps(steps)
     source = source_of("predict", data, x=x)
     if isinstance(source.data, list) and any(map(_is_array, source.data)):
         # Several inputs, as in Keras; a tuple would be (x, y).
@@ -100,9 +100,7 @@ def predict(
         )
         of_callbacks = PredictionCallbacks(hooks, loop)
         try:
-            run_keras(
-                model, "predict", feed, steps=feed.steps, callbacks=of_callbacks, of_loop=of_loop
-            )
+            run_keras(model, "predict", feed, of_callbacks, steps=feed.steps, of_loop=of_loop)
         except UnboundLocalError:  # Of Keras, without data.
             if loop.output is not None:
                 raise

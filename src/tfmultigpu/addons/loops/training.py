@@ -234,7 +234,7 @@ def fit(
             model,
             "fit",
             feed,
-            callbacks=running,
+            running,
             epochs=given["epochs"],
             initial_epoch=start.epoch,
             steps_per_epoch=given["steps_per_epoch"],
@@ -278,7 +278,7 @@ def checked_arguments(kwargs: Mapping[str, object]) -> Options:
     for name in KerasArguments.__annotations__:
         arguments[name] = kwargs.get(name, of_keras[name].default)
     for name in ("steps_per_epoch", "validation_steps"):
-        check_steps(arguments[name], name)
+        arguments[name] = check_steps(arguments[name], name)
     if not isinstance(arguments["shuffle"], bool):
         raise DataError("shuffle must be True or False.", f"shuffle={arguments['shuffle']!r}")
     for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.

@@ -86,7 +86,7 @@ def run_workers(
         >>> results[0].value == os.getcwd()
         True
     """
-    check_count("workers", workers)
+    workers = check_count("workers", workers)
     with tempfile.TemporaryDirectory(prefix="tfmultigpu-workers-") as folder:
         return _run(target, workers, list(args), timeout, environment or {}, Path(folder))
 

@@ -118,7 +118,7 @@ def profile_step(
         >>> tmg.tuning.profile_step(step, data, steps=2).examples
         8.0
     """
-    check_count("steps", steps, error=ValueError)
+    steps = check_count("steps", steps, error=ValueError)
     iterator = iter(data)
     if iterator is data:
         raise DataError(

@@ -162,7 +162,7 @@ def compared(
         del numbers["gradient_norm"], numbers["skipped"]
     for name, number in numbers.items():
         bound = bounds.of_sum(numbers.get("weight", 1.0))
-        if "norm" in name:
+        if name == "gradient_norm":
             bound *= 4.0
         shown = _NAMES.get(name, repr(name))
         # Rows that cancel leave the rounding of a mean of one.

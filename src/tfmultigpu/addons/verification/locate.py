@@ -20,7 +20,7 @@ from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds, watching_draws
 from tfmultigpu.steps.features.micro_batches import MicroBatches
-from tfmultigpu.steps.replicas import on_replicas, tracing_model
+from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.values import Rows, Trace
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -199,25 +199,31 @@ def locate(
         few.append(partition.slice_rows(shard, 0, int(counts[number])))
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
     batch = cut_batch(device.twin.strategy, join(few))
-    one = _forward(step, device.twin, *batch)
-    cut = _forward(step, step, few, places)
+    exchange = WorkerExchange(step.strategy)
+
+    def forward() -> tuple[_Passes, _Passes]:
+        return _forward(step, device.twin, *batch), _forward(step, step, few, places)
+
+    one, cut = exchange.together("a forward pass over a few rows", forward)
     if cut.layers != one.layers:
         return Culprit()
-    layer = _first_apart(one, cut, bound)
+    # Workers have other rows, and what they exchange next depends on what all of them see.
+    number = exchange("the first layer apart", [_first_apart(one, cut, bound)]).min()
+    layer = [*one.layers, None][number]
     is_draw = getattr(layer, "seed_generator", None) is not None
     if is_draw or cut.draws != one.draws:
         return Culprit(layer)
 
-    for number, place in enumerate(one.draws):
-        times, added = _length(one, cut, number)
+    for place, (times, added) in zip(one.draws, _lengths(exchange, one, cut), strict=True):
         if times > 0 and added:
             sign = "-" if added < 0 else "+"
             draw = f"the draw in {place}, whose first axis is {times} * rows {sign} {abs(added)}"
             return Culprit(draw=draw.replace(" 1 * rows", " rows"), advice=_REST)
         if times > 1:
             # Nothing tells how its rows lie, so it is tried: all workers find the same draws.
-            blocks = _forward(step, step, few, places, in_blocks=True)
-            before, after = (_sums_apart(step, one, passes) for passes in (cut, blocks))
+            in_blocks = functools.partial(_forward, step, step, few, places, in_blocks=True)
+            blocks = exchange.together("a forward pass in blocks", in_blocks)
+            before, after = (_sums_apart(exchange, one, passes) for passes in (cut, blocks))
             if before > 16.0 * bound**2 and before > 16.0 * after:
                 draw = f"the draw in {place}, whose first axis is {times} * rows"
                 return Culprit(draw=draw, advice=_BLOCKS.format(times=times))
@@ -227,15 +233,31 @@ def locate(
     return Culprit(layer)
 
 
-def _first_apart(one: _Passes, cut: _Passes, bound: float) -> KerasLayer:
-    """Returns the first layer of which a replica has other values than one device."""
+def _first_apart(one: _Passes, cut: _Passes, bound: float) -> int:
+    """Returns the number of the first layer of which a replica has other values than one device.
+
+    The number of all layers, if none has.
+    """
     (whole,) = one.pieces
-    for number, layer in enumerate(one.layers):
+    for number in range(len(one.layers)):
         for piece in cut.pieces:
             place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
             if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
-                return layer
-    return None
+                return number
+    return len(one.layers)
+
+
+def _lengths(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> list[tuple[int, int]]:
+    """Returns ``_length`` of each draw, or zeros if workers find another; all workers call it."""
+    lengths: list[tuple[int, int]] = []
+    for number in range(len(one.draws)):
+        lengths.append(_length(one, cut, number))
+    told = exchange("the lengths of draws", [size for pair in lengths for size in pair])
+    for number in range(len(lengths)):
+        of_draw = told[:, 2 * number : 2 * number + 2]
+        if (of_draw != of_draw[0]).any():
+            lengths[number] = 0, 0
+    return lengths
 
 
 def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
@@ -255,14 +277,14 @@ def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
     return times, added
 
 
-def _sums_apart(step: Step, one: _Passes, cut: _Passes) -> float:
+def _sums_apart(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> float:
     """Returns how far the added losses of all replicas are from one device's; all workers call it.
 
     It is relative to the largest.
     """
     whole = np.asarray(one.pieces[0].sums)
     here = np.sum([piece.sums for piece in cut.pieces], axis=0)
-    everywhere = WorkerExchange(step.strategy).floats("the loss of a few rows", here)
+    everywhere = exchange.floats("the loss of a few rows", here)
     apart = np.abs(everywhere.sum(axis=0) - whole)
     return float(np.max(apart, initial=0.0) / max(np.max(np.abs(whole), initial=0.0), 1e-30))
 
@@ -284,7 +306,7 @@ def _forward(
     layers: list[KerasLayer] = []  # For each output of the last trace.
     draws: list[str] = []
 
-    def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> _Piece:
+    def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
         graph, kept = tf.compat.v1.get_default_graph(), []
         layers.clear()
 
@@ -310,11 +332,9 @@ def _forward(
         return _Piece(rows.first, rows.count, outputs, losses, sizes)
 
     def run(local: list[Shard], offsets: Tensor) -> Nested:
-        phase: Function = functools.partial(on_replicas, runs.strategy, replica)
-        for feature in runs.features:
-            if not isinstance(feature, MicroBatches):  # In one part.
-                phase = feature.around_phase(phase)
-        with sharing_seeds(step.strategy):
+        in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
+        phase = for_all_replicas(runs, replica, in_one_part)
+        with sharing_seeds(step.strategy), runs.around_trace():
             return phase(shards_of(runs.strategy, local, offsets), Trace())
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))

@@ -14,6 +14,7 @@ from tfmultigpu.steps.other_states import Handle
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.types import ConcreteFunction
 
+_WHOLE_NUMBERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # By their bytes.
 _LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
 
 
@@ -90,9 +91,18 @@ def _before(functions: tuple[ConcreteFunction, ...]) -> list[Before]:
 
 def _in_less(value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     """Returns a tensor from which the value can be made, ``first`` itself if that is equal."""
-    element = tf.reshape(value, [-1])[0]
-    if bool(tf.reduce_all(value == element)):
-        return element
-    if value is not first and bool(tf.reduce_all(value == first)):
+    bits = _bits_of(value)
+    if bool(tf.reduce_all(bits == tf.reshape(bits, [-1])[0])):
+        return tf.reshape(value, [-1])[0]
+    if value is not first and bool(tf.reduce_all(bits == _bits_of(first))):
         return first
     return value
+
+
+def _bits_of(value: tf.Tensor) -> tf.Tensor:
+    """Returns what is equal only where all bits are: -0.0 is not 0.0, but compares as equal."""
+    dtype = _WHOLE_NUMBERS.get(value.dtype.size)
+    if dtype is None or not value.dtype.is_floating:
+        return value
+    bits: tf.Tensor = tf.bitcast(value, dtype)
+    return bits

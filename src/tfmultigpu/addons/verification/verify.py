@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -32,12 +32,16 @@ from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
 from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
 
 _PIECE = 2**20  # Elements of a variable that are measured at one time.
 # Lines of an error that do not say what is wrong.
 _OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
+
+
+# What differs at all, what two runs on one device agree on, and what is more than rounding.
+_Apart: TypeAlias = tuple[list[Quantity], list[Quantity], list[Quantity]]
 
 
 class Verify(Feature):
@@ -64,7 +68,7 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
         self._always = verify is True
-        self._measure: Callable[[tf.Variable], Tensor] = _norm
+        self._measure: Callable[[tf.Variable], Tensor] = self._norm
         if verify == "gradients":
             self._measure = tf.identity
 
@@ -189,17 +193,28 @@ class Verify(Feature):
         other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
         return other
 
+    def _norm(self, variable: tf.Variable) -> Tensor:
+        """Returns the norm, a piece at a time, for float64 takes twice the room."""
+        by_rows = id(variable.handle) in self._step.runner.touched.by_rows
+        squares = tf.zeros([], tf.float64)
+        with tf.device(variable.device):
+            for piece in _pieces(variable, by_rows=by_rows):
+                squares += tf.reduce_sum(tf.square(tf.cast(piece, tf.float64)))
+            return tf.sqrt(squares)
+
     # One comparison -----------------------------------------------------------------------------
 
     def _compared(self, step: Step, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, changing nothing; all workers call it."""
-        one, reason = _attempt(lambda: self._whole(step, batch, rows))
-        told = self._exchange("a reason not to verify", [bool(reason)])
-        comparison = None
-        if not told.any():
-            comparison, reason = _attempt(lambda: self._comparison(one))
-        reason = reason or "another worker could not compute the batch by itself"
-        return comparison or _Comparison(Verification("not verified", reason), one)
+        whole = functools.partial(self._whole, step, batch, rows)
+        one, reason = _attempt(lambda: self._exchange.together("what one device computes", whole))
+        if reason:
+            return _Comparison(Verification("not verified", reason))
+        apart = functools.partial(self._apart, one)
+        numbers, reason = _attempt(lambda: self._exchange.together("a comparison", apart))
+        if reason:
+            return _Comparison(Verification("not verified", reason), one)
+        return self._agreed(one, numbers)
 
     def _whole(self, step: Step, batch: Batch, rows: int) -> _One:
         """Returns what the first rows of the batch give on one device, and how to compare that."""
@@ -226,7 +241,7 @@ class Verify(Feature):
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
         return _One(device, numbers, whole, local, places, compiled, arguments)
 
-    def _comparison(self, one: _One) -> _Comparison:
+    def _apart(self, one: _One) -> _Apart:
         """Runs the step, and compares what it computes with what one device did."""
         device = one.device
         bounds = Rounding(all_layers(device.step.model))
@@ -238,8 +253,13 @@ class Verify(Feature):
             still, again, *moved = device.moved(one.whole, one.compiled, bounds.compute)
             steady = [each for each in found if each.is_steady(still, again)]
             beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
-        numbers = [len(found), len(steady), len(beyond)]
-        told = self._exchange("what a verification found", numbers).max(axis=0)
+        return found, steady, beyond
+
+    def _agreed(self, one: _One, numbers: _Apart) -> _Comparison:
+        """Returns what all workers make of what differs on each; all workers call it."""
+        found, _, beyond = numbers
+        told = self._exchange("what a verification found", [len(each) for each in numbers])
+        told = told.max(axis=0)
         outcome = Verification("different", "", tuple(map(str, beyond)))
         if not told[2]:
             outcome = Verification("same")
@@ -302,7 +322,7 @@ class _Comparison:
     """
 
     verification: Verification
-    one: _One | None
+    one: _One | None = None
     beyond: Sequence[Quantity] = ()
 
 
@@ -339,17 +359,12 @@ class _CannotVerifyError(Exception):
     """A reason for which a step is not compared with one device, known before it runs."""
 
 
-def _norm(variable: tf.Variable) -> Tensor:
-    """Returns the norm, a piece at a time: a read of all may copy it, and float64 takes twice."""
-    squares = tf.zeros([], tf.float64)
-    with tf.device(variable.device):
-        for piece in _pieces(variable):
-            squares += tf.reduce_sum(tf.square(tf.cast(piece, tf.float64)))
-        return tf.sqrt(squares)
+def _pieces(variable: tf.Variable, *, by_rows: bool) -> Iterator[Tensor]:
+    """Yields the elements of a variable, some of its rows at a time.
 
-
-def _pieces(variable: tf.Variable) -> Iterator[Tensor]:
-    """Yields the elements of a variable, some of its rows at a time."""
+    Reading rows makes TensorFlow copy the variable at each read of its value from then on. So only
+    a variable whose rows the step reads or writes as well is read by rows.
+    """
     shape = [size or 0 for size in variable.shape.as_list()]
     if not shape:
         yield tf.convert_to_tensor(variable)
@@ -357,7 +372,11 @@ def _pieces(variable: tf.Variable) -> Iterator[Tensor]:
     of_row = max(1, math.prod(shape[1:]))
     count = max(1, _PIECE // of_row)
     for begin in range(0, shape[0], count):
-        yield variable.sparse_read(tf.range(begin, min(begin + count, shape[0])))
+        end = min(begin + count, shape[0])
+        if by_rows:
+            yield variable.sparse_read(tf.range(begin, end))
+        else:
+            yield variable.read_value()[begin:end]
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -368,6 +387,8 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         raise
     except _CannotVerifyError as reason:
         return None, str(reason)
+    except ElsewhereError:
+        return None, "another worker could not compute the batch by itself"
     except tf.errors.OpError as error:
         if isinstance(error, tf.errors.ResourceExhaustedError) or line_on_memory(error.message):
             return None, (

@@ -52,8 +52,8 @@ def launch(
     After the first failure the others have ``grace`` seconds: one may still write the checkpoint
     with which another one has ended. After a signal all have ``signal_grace`` seconds.
     """
-    check_count("workers", workers, error=ClusterError)
-    check_count("restarts", restarts, 0, error=ClusterError)
+    workers = check_count("workers", workers, error=ClusterError)
+    restarts = check_count("restarts", restarts, 0, error=ClusterError)
     if not module and not Path(script).is_file():
         raise ClusterError(
             "There is no such script.",
