@@ -117,7 +117,9 @@ class ShardedReads(Feature):
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Notes where each backward pass begins and ends."""
-        replica = self._replicas.get(_own_number()) or _ReplicaTrace()
+        replica = _ReplicaTrace()
+        if self._replicas:  # Else nothing is sharded, and nobody needs to know which replica it is.
+            replica = self._replicas.get(_own_number(), replica)
         replica.begins.append(_count())
         yield
         replica.end = _count()

@@ -333,8 +333,8 @@ def _forward(
 
     def run(local: list[Shard], offsets: Tensor) -> Nested:
         in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
-        phase = for_all_replicas(runs, replica, in_one_part)
         with sharing_seeds(step.strategy), runs.around_trace():
+            phase = for_all_replicas(runs, replica, in_one_part)
             return phase(shards_of(runs.strategy, local, offsets), Trace())
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))
