@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -45,6 +46,45 @@ def test_a_model_is_as_before_also_after_an_error(replicas: int, subtests: pytes
     # Keras' own functions are made anew and work.
     assert model.train_function is model.test_function is model.predict_function is None
     assert np.isfinite(model.predict(X, verbose=0)).all()
+
+
+class FailsAtEnd(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise ValueError("enough")
+
+
+def test_callbacks_are_as_before_also_after_an_error() -> None:
+    with strategy_of(2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    names = {*vars(swap), "_model", "params"}
+    arrays = np.ones((6, 2)), np.ones((6, 1))
+    for more in ([], [FailsAtEnd()]):
+        with pytest.raises(ValueError, match="enough") if more else contextlib.nullcontext():
+            tmg.fit(model, arrays, validation_data=arrays, verbose=0, callbacks=[swap, *more])
+        assert set(vars(swap)) <= names
+        swap.set_model(None)
+        pickle.loads(pickle.dumps(swap))
+    tmg.evaluate(model, arrays, verbose=0, callbacks=[swap])
+    assert set(vars(swap)) <= names
+
+
+WHOLE_FLOATS: dict[str, Any] = {
+    "fit": lambda model: tmg.fit(
+        model, (X, SIZE), steps_per_epoch=2.0, epochs=1.0, validation_data=(X, SIZE),
+        validation_steps=1.0, verbose=0,
+    ),
+    "evaluate": lambda model: tmg.evaluate(model, (X, SIZE), steps=1.0, verbose=0),
+    "predict": lambda model: tmg.predict(model, X, steps=1.0, verbose=0),
+}  # fmt: skip
+
+
+def test_whole_numbers_of_any_kind_count(subtests: pytest.Subtests) -> None:
+    model, _ = pair(1)
+    for name, call in WHOLE_FLOATS.items():
+        with subtests.test(name):
+            call(model)
 
 
 class OwnParts(keras.Model):

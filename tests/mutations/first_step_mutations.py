@@ -6,6 +6,12 @@ from mutation import broken
 
 FIRST_STEP = (
     broken(
+        "the check reads single rows of every weight",
+        "if by_rows:\n            yield variable.sparse_read",
+        "if True:\n            yield variable.sparse_read",
+        "test_left_behind.py::test_no_read_of_a_weight_becomes_a_copy[2]",
+    ),
+    broken(
         "each replica has a trace of its own",
         "    if not trace.why_each:\n        once =",
         "    if False:\n        once =",

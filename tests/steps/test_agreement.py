@@ -127,6 +127,22 @@ def test_values_that_mean_something_else_are_described_differently(
             assert describe(one) != describe(other), name
 
 
+def test_a_function_may_call_one_that_is_defined_later() -> None:
+    def first() -> Any:
+        return later() * factor
+
+    before = describe(first)
+    factor = 2.0
+
+    def later() -> float:
+        return 1.0
+
+    assert later() == 1.0
+    assert describe(first) != before  # It has a number now.
+    factor = 3.0
+    assert describe(first) != before
+
+
 def test_what_differs_between_processes_is_not_in_a_description() -> None:
     class Mine:
         """An object whose `repr` is its address."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,11 +15,13 @@ import tensorflow as tf
 from problems import network, normal_rows
 
 import tfmultigpu as tmg
+from tfmultigpu._patch import lock_of
 from tfmultigpu.addons.verification.locate import locate
 from tfmultigpu.addons.verification.one_device import OneDevice
 from tfmultigpu.steps import Feature
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.predict import join_rows
+from tfmultigpu.steps.trace import place_of_user
 from tfmultigpu.strategies.attached import attached
 
 X, Y = map(tf.constant, normal_rows(7, 4, 2))
@@ -144,6 +147,25 @@ def test_each_place_that_traces_enters_the_hooks(entered: Any, place: str) -> No
     assert outside == set()
 
 
+def test_each_kind_of_step_takes_the_lock_of_collectives() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])  # It adds by collectives.
+    with strategy.scope():
+        model, sgd = network(4, keras.layers.Dense(2)), keras.optimizers.SGD(0.1)
+    train = tmg.make_train_step(model, sgd, "mse", strategy)
+    evaluate = tmg.make_eval_step(model, "mse", strategy)
+    lock = lock_of(strategy, "calls")
+    for step in (train, tmg.chain_steps(train), evaluate, tmg.make_predict_step(model, strategy)):
+        assert [one for one in step.runner.locks if one is lock] == [lock]
+
+
+def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
+    for ours in (Path(tmg.__file__).parent, Path(keras.__file__).parent):
+        names: dict[str, Any] = {"place_of_user": place_of_user}
+        source = "def asks(): return place_of_user()"
+        exec(compile(source, str(ours.with_name(f"{ours.name}_more") / "layer.py"), "exec"), names)
+        assert names["asks"]() == "asks (line 1 of layer.py)"
+
+
 def test_a_feature_may_return_a_new_gradient() -> None:
     class New(Feature):
         takes_lists = True
@@ -161,9 +183,7 @@ def test_a_feature_may_return_a_new_gradient() -> None:
     with strategy.scope():
         model, sgd = network(4, keras.layers.Dense(2)), keras.optimizers.SGD(0.1)
     features = [New(), sees]
-    step = tmg.make_train_step(
-        model, sgd, "mse", strategy, loss_scale="dynamic", features=features
-    )
+    step = tmg.make_train_step(model, sgd, "mse", strategy, loss_scale="dynamic", features=features)
     bad = X + np.inf
     logs = [step((rows, Y)) for rows in (X, bad, X)]
     assert [float(each["skipped"]) for each in logs] == [0, 1, 0]

@@ -15,6 +15,7 @@ import this_worker
 from problems import network, normal_rows
 
 import tfmultigpu as tmg
+from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
 
 pytestmark = pytest.mark.slow
 X, Y = normal_rows(31, 6, 2)
@@ -113,6 +114,89 @@ def test_first_steps_are_verified(both: Any) -> None:
         {"outcome": "different", "culprit": "Lambda", "warnings": 1, "steps": 2},
     ]
     assert both(verify_first_steps) == [expected] * 2
+
+
+# What one worker alone knows ----------------------------------------------------------------------
+
+
+class Stops(keras.callbacks.Callback):
+    """Counts batches, and on the first worker ends an evaluation in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.seen = 0
+        if this_worker.index() == 0:
+            setattr(self, hook, lambda *_: setattr(self.model, "stop_evaluating", True))
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+
+
+def stop_evaluation() -> tuple[int, float]:
+    """Evaluates while a hook of one worker stops it; returns the batches and the loss."""
+    keras.utils.set_random_seed(1)
+    with this_worker.strategy().scope():
+        model = network(6, keras.layers.Dense(2))
+        model.compile("sgd", "mse")
+    stops = Stops("on_test_begin")
+    logs = tmg.evaluate(model, (X, Y), batch_size=4, callbacks=[stops], verbose=0, return_dict=True)
+    return stops.seen, float(logs["loss"])
+
+
+def fail_on_one() -> list[Any]:
+    """Runs functions that fail on all, one or no worker; then an exchange still meets."""
+    exchange, said = WorkerExchange(this_worker.strategy()), []
+    for failing in ((0, 1), (1,), ()):
+
+        def run(failing: tuple[int, ...] = failing) -> str:
+            if this_worker.index() in failing:
+                raise ValueError("Of this worker.")
+            return "result"
+
+        try:
+            said.append(exchange.together("a test", run))
+        except (ValueError, ElsewhereError) as error:
+            said.append(type(error).__name__)
+    return [*said, exchange("a sum", [1]).sum()]
+
+
+def verify_where_one_fails() -> tuple[str, int]:
+    """Verifies a step that on one device fails on the second worker alone, and trains."""
+    strategy = this_worker.strategy()
+
+    class Fails(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            if this_worker.index() and tf.distribute.get_strategy() is not strategy:
+                raise ValueError("Only here.")
+            return inputs
+
+    with strategy.scope():
+        model = network(6, keras.layers.Dense(2))
+        layer, sgd = Fails(), keras.optimizers.SGD(0.1)
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        x, y = batch
+        return tmg.loss_sum(keras.losses.MeanSquaredError(), y, layer(model(x)))
+
+    step = tmg.make_train_step(model, sgd, None, strategy, forward=forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step((X[:7], Y[:7]))
+        step((X[7:15], Y[7:15]))
+    return step.verification.outcome, int(sgd.iterations.numpy())
+
+
+def test_no_worker_leaves_out_what_the_others_wait_for(both: Any, subtests: Any) -> None:
+    with subtests.test("a hook of one worker stops an evaluation before its first batch"):
+        first, second = both(stop_evaluation)
+        assert first == second
+        assert first[0] == 1
+    with subtests.test("one fails"):
+        first, second = both(fail_on_one)
+        assert first == ["ValueError", "ElsewhereError", "result", 2]
+        assert second == ["ValueError", "ValueError", "result", 2]
+    with subtests.test("the check fails on one"):
+        assert both(verify_where_one_fails) == [("not verified", 2)] * 2
 
 
 # Capacities ---------------------------------------------------------------------------------------
