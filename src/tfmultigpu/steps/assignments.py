@@ -37,7 +37,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def __init__(
         self, before: Iterable[tuple[KerasVariable, Tensor]] = (), counts: Scalar = True
     ) -> None:
-        """Keeps the values that variables seem to have, and whether metrics are updated."""
+        """Keeps the values that variables seem to have, and whether sums over replicas count."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[KerasVariable] = []
         self.replaced: set[int] = set()
@@ -113,10 +113,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def add_update(self, update: tuple[Tensor, Tensor]) -> None:
         """Keeps an assignment."""
         variable, value = update
-        is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
         if not self._adds:
             self.replaced.add(id(variable))
-        if is_metric and self._counts is not True:
+        if variable.aggregation == "sum" and self._counts is not True:
             old = self.current(variable)
             value = tf.where(self._counts, tf.cast(value, old.dtype), old)
         if self._in_inner_graph():

@@ -50,11 +50,12 @@ def counting_once(rows: Rows) -> Iterator[None]:
             added = reduced(reduce_op, list(map(tf.stop_gradient, tensors)), options)
             return added, lambda *upstream: all_reduce(reduce_op, list(upstream), options)
 
-        return tf.nest.pack_sequence_as(value, add(*tensors))
+        return tf.nest.pack_sequence_as(value, add(*flat))
 
     def reduced(reduce_op: object, tensors: list[Tensor], options: object) -> list[Tensor]:
-        with setting(context, merge_call=merge):  # They are zeros already where they are to be.
-            sums: list[Tensor] = original(reduce_op, tensors, options)
+        given = [_given(rows, reduce_op, tensor) for tensor in tensors]
+        with setting(context, merge_call=merge):
+            sums: list[Tensor] = original(reduce_op, given, options)
             return sums
 
     def merge_call(
@@ -117,10 +118,11 @@ def _merged(
         pairs = [(given(reduce_op, value), destination) for value, destination in pairs]
         return original(reduce_op, pairs, *args, **options)
 
-    extended = strategy.extended
-    with patching(extended, "reduce_to", reduce_to):
-        with patching(extended, "batch_reduce_to", batch_reduce_to):
-            return function(strategy, *args, **kwargs)
+    with (
+        patching(strategy.extended, "reduce_to", reduce_to),
+        patching(strategy.extended, "batch_reduce_to", batch_reduce_to),
+    ):
+        return function(strategy, *args, **kwargs)
 
 
 def _assign(

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return Rows(self.first + start, stop - start, self.total, weight, counting)
 
     def share(self, replicas: int) -> Scalar:
-        """Returns the part of each replica and micro-batch that counts of a weight of 1 in total."""
+        """Returns the part of each replica and micro-batch that counts, together 1."""
         counting = partition.counting_parts(self.total, replicas)
         if self.parts is not None:
             counting *= self.parts
