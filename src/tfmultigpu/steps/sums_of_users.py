@@ -39,11 +39,9 @@ def counting_once(rows: Rows) -> Iterator[None]:
     original, merge = context.all_reduce, context.merge_call
 
     def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Nested:
-        tensors = [
-            _given(rows, reduce_op, each) for each in map(_as_tensor, tf.nest.flatten(value))
-        ]
-        if of_type(tensors, tf.IndexedSlices):
-            return tf.nest.pack_sequence_as(value, reduced(reduce_op, tensors, options))
+        flat = list(map(_as_tensor, tf.nest.flatten(value)))
+        if of_type(flat, tf.IndexedSlices):
+            return tf.nest.pack_sequence_as(value, reduced(reduce_op, flat, options))
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def add(*tensors: Tensor) -> Tensor:
