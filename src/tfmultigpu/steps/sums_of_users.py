@@ -1,8 +1,9 @@
 """What code of the user adds over replicas in a step: of copies of a small batch one counts.
 
-Such code knows nothing of copies. It calls ``all_reduce``, reduces in a ``merge_call``, as each
-aggregated ``tf.Variable`` does when it is assigned, or adds to a variable that TensorFlow sums when
-it is read. In each case zeros stand for the rows that another replica counts.
+Such code knows nothing of copies. It calls ``all_reduce`` or ``all_gather``, reduces in a
+``merge_call``, as each aggregated ``tf.Variable`` does when it is assigned, or adds to a variable
+that TensorFlow sums when it is read. In each case zeros stand for the rows that another replica
+counts, or they are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def counting_once(rows: Rows) -> Iterator[None]:
     if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
         yield
         return
-    original, merge = context.all_reduce, context.merge_call
+    original, gather, merge = context.all_reduce, context.all_gather, context.merge_call
 
     def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Nested:
         flat = list(map(_as_tensor, tf.nest.flatten(value)))
@@ -56,13 +57,19 @@ def counting_once(rows: Rows) -> Iterator[None]:
             sums: list[Tensor] = original(reduce_op, given, options)
             return sums
 
+    def all_gather(value: Nested, axis: int, options: object = None) -> Nested:
+        with setting(context, merge_call=merge):
+            gathered = gather(value, axis, options)
+        return tf.nest.map_structure(functools.partial(_first, rows, axis), value, gathered)
+
     def merge_call(
         function: Function, args: Sequence[Nested] = (), kwargs: Nested = None
     ) -> Nested:
         return merge(functools.partial(_merged, function, rows), (rows.weight, *args), kwargs)
 
     with ExitStack() as contexts:
-        contexts.enter_context(setting(context, all_reduce=all_reduce, merge_call=merge_call))
+        replaced = {"all_reduce": all_reduce, "all_gather": all_gather, "merge_call": merge_call}
+        contexts.enter_context(setting(context, **replaced))
         for name, wrapper in (("assign", _assign), ("assign_add", _add), ("assign_sub", _add)):
             owner = _compat.variables_summed_when_read()
             contexts.enter_context(patching(owner, name, functools.partial(wrapper, rows)))
@@ -82,6 +89,15 @@ def _given(rows: Rows, reduce_op: object, value: Tensor) -> Tensor:
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     times = tf.where(rows.total < replicas, replicas, 1)
     return with_values(value, values_of(value) * tf.cast(times, value.dtype))
+
+
+def _first(rows: Rows, axis: int, value: Tensor, gathered: Tensor) -> Tensor:
+    """Returns what all replicas have gathered; of copies the first."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    with tf.device("CPU:0"):  # Shapes are decided there.
+        every = tf.shape(gathered)[axis]
+        size = tf.where(rows.total < replicas, tf.shape(value)[axis], every)
+    return tf.gather(gathered, tf.range(size), axis=axis)
 
 
 def _merged(
