@@ -218,9 +218,14 @@ def assign(
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
             value = tf.identity(value)
-            if variable.aggregation == "sum" and variable.synchronization != "on_read":
+            if is_added(variable):
                 value = _addend(variable, value, weight, adds=id(variable) not in replaced)
             variable.assign(value)
+
+
+def is_added(variable: KerasVariable) -> bool:
+    """Returns whether TensorFlow assigns to a variable the sum of the values of all replicas."""
+    return bool(variable.aggregation == "sum" and variable.synchronization != "on_read")
 
 
 def _addend(variable: KerasVariable, value: Tensor, weight: Scalar, *, adds: bool) -> Tensor:
