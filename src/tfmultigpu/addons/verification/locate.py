@@ -45,9 +45,9 @@ _STATE = (
     "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
 )
 _SUMMED = (
-    "Its values on all replicas are added, for it has aggregation='sum', and they contain the value "
-    "before: N times after N replicas. Write weight.assign_add(value) with a value of the rows of "
-    "this replica; or leave aggregation out, and add over the replicas before you assign: total = "
+    "The values of all replicas are added, because it has aggregation='sum', and each contains the "
+    "value before. Write weight.assign_add(value) with a value of the rows of this replica; or "
+    "leave aggregation out, and add over the replicas before you assign: total = "
     "tf.distribute.get_replica_context().all_reduce('SUM', total)."
 )
 _OWN = (

@@ -175,7 +175,7 @@ class Verify(Feature):
 
     def _verified(
         self, batch: Batch, rows: int, kind: _Kind
-    ) -> tuple[list[Verification], Mapping[_Kind, Verification]]:
+    ) -> tuple[list[Verification], dict[_Kind, Verification]]:
         """Verifies a batch; all workers call it.
 
         Returns:
