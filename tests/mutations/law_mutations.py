@@ -13,6 +13,8 @@ DATASETS = "test_datasets.py"
 EVALUATION = "test_eval_predict_steps.py"
 ACCUMULATOR = "test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows"
 GATHERED = "test_touching_rows.py::test_gathered_rows_make_a_contrastive_loss_exact"
+SMALL = "test_small_batches.py::test_code_of_the_user_sees_one_copy[2]"
+TOLD = "test_small_batches.py::test_what_is_wrong_for_copies_or_from_other_states_is_told"
 TOUCHING = "test_touching_rows.py::test_the_first_step_names_what_depends_on_the_cut"
 # A gradient that forgets to meet the other replicas.
 LONE = """def lone(add: Any) -> Any:
@@ -44,8 +46,8 @@ LAW = (
     ),
     broken(
         "a mean of the means of the micro-batches",
-        "        once = partition.row_weight(self.count, parts)\n",
-        "        once = partition.row_weight(self.count, parts)\n        once *= tf.cast(self.count / ((stop - start) * parts), tf.float64)\n",
+        "        weight = partition.part_weight(self.count < parts, number)\n",
+        "        weight = partition.part_weight(self.count < parts, number)\n        weight *= tf.cast(self.count / ((stop - start) * parts), tf.float64)\n",
         SHARES,
     ),
     broken(
@@ -221,8 +223,8 @@ LAW = (
     ),
     broken(
         "a small batch counts once for each replica",
-        "weight = partition.row_weight(total, replicas) if replicas > 1 else None",
-        "weight = None",
+        "others = partition.part_weight(total < replicas, 1)",
+        "others = first",
         NORM,
     ),
     broken(
@@ -239,15 +241,40 @@ LAW = (
     ),
     broken(
         "metrics in a forward function see every copy of a small batch",
-        "if is_metric and self._counts is not True:",
-        "if is_metric and False:",
+        'if variable.aggregation == "sum" and self._counts is not True:',
+        'if variable.aggregation == "sum" and False:',
         "test_metrics_in_forward.py::test_each_row_counts_once",
     ),
     broken(
-        "rows that are gathered in a small batch have the gradients of all copies",
-        "tf.where(copies, own, every)",
-        "tf.where(False, own, every)",
+        "copies of a small batch add to a gradient that is not linear",
+        "rows.counts() is not True and may_not_be_linear(begin)",
+        "False",
+        SMALL,
+    ),
+    broken(
+        "copies of a small batch add to the sums of users, and to rows that are gathered",
+        "value = rows.counted(value)",
+        "value = +value",
+        SMALL,
         f"{GATHERED}[3-against_itself-against_gathered]",
+    ),
+    broken(
+        'a weight with aggregation="sum" has the value before once for each replica',
+        "if adds and tf",
+        "if False and tf",
+        SMALL,
+    ),
+    broken(
+        "a small batch is not compared with one device",
+        "sizes = [replicas - 1]",
+        "sizes = []",
+        f"{TOLD}[by_hand-2-1 row(s)]",
+    ),
+    broken(
+        "states of zero hide what they are multiplied by",
+        "each.assign(tf.ones_like(each.value))",
+        "each.assign(each.value)",
+        f"{TOLD}[with_the_state-0-seen]",
     ),
     broken(
         "rows that are gathered have the gradients of their own replica alone",

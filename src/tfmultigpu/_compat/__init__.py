@@ -26,7 +26,11 @@ from tfmultigpu._compat.keras_optimizers import (
     optimizer_trains,
     strategy_of_optimizer,
 )
-from tfmultigpu._compat.tensorflow_gradients import custom_gradients, rematerialized
+from tfmultigpu._compat.tensorflow_gradients import (
+    custom_gradients,
+    may_not_be_linear,
+    rematerialized,
+)
 from tfmultigpu._compat.tensorflow_graphs import (
     add_control_inputs,
     called_as_whole,
@@ -46,6 +50,7 @@ from tfmultigpu._compat.tensorflow_variables import (
     is_variable_handle,
     variable_of_handle,
     variables_of,
+    variables_summed_when_read,
 )
 from tfmultigpu._compat.tensorflow_workers import (
     abort_collectives,
@@ -80,6 +85,7 @@ __all__ = [
     "keeping_sums",
     "keras_mask",
     "layers_inside",
+    "may_not_be_linear",
     "moments_of_batch",
     "numbers_collectives",
     "optimizer_trains",
@@ -96,6 +102,7 @@ __all__ = [
     "types_of_inputs",
     "variable_of_handle",
     "variables_of",
+    "variables_summed_when_read",
     "waiting_for",
     "waits_for_shapes",
     "without_building",

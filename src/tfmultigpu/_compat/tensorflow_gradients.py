@@ -5,7 +5,17 @@ from __future__ import annotations
 import inspect
 import pkgutil
 
-from tfmultigpu.types import Function, Untyped
+from tfmultigpu.types import Function, Operation, Untyped
+
+_CALLS = {
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "If",
+    "StatelessIf",
+    "Case",
+    "StatelessCase",
+}
+_CALLS |= {"While", "StatelessWhile"}
 
 
 def custom_gradients() -> tuple[Untyped, str]:
@@ -17,6 +27,22 @@ def custom_gradients() -> tuple[Untyped, str]:
     computed again draws other numbers than the forward pass, and assigns again.
     """
     return pkgutil.resolve_name("tensorflow.python.ops.custom_gradient"), "_graph_mode_decorator"
+
+
+def may_not_be_linear(operation: Operation) -> bool:
+    """Returns whether the gradient of an operation may be no linear function of what it is given.
+
+    Private: the attribute ``_gradient_op_type``, by which an operation has a gradient of the user,
+    as by ``tf.custom_gradient``; no public name leads to it. A call of a function may have such
+    operations in it. Without it the copies of a small batch would add to the gradient.
+    """
+    if operation.type in _CALLS:
+        return True
+    try:
+        operation.get_attr("_gradient_op_type")
+    except ValueError:
+        return False
+    return True
 
 
 def rematerialized(function: Function) -> Function | None:

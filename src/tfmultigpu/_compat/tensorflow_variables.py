@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from typing import NoReturn
 
 import tensorflow as tf
 
-from tfmultigpu.types import ConcreteFunction, Function, Tensor
+from tfmultigpu.types import ConcreteFunction, Function, Tensor, Untyped
 
 
 def variables_of(concrete: ConcreteFunction) -> list[tuple[Tensor, tf.DType]]:
@@ -47,6 +48,16 @@ def variable_of_handle(handle: Tensor) -> tf.Variable | None:
     container: Function = getattr(handle, "_distributed_container", lambda: None)
     variable: tf.Variable | None = container()
     return variable
+
+
+def variables_summed_when_read() -> Untyped:
+    """Returns the class of variables with a value on each replica, combined when they are read.
+
+    Private: ``tensorflow.python.distribute.values.SyncOnReadVariable``; ``tf.Variable`` makes one
+    under a strategy, and no public name is called when it is assigned. Without it each replica adds
+    the rows of a small batch, of which all have a copy.
+    """
+    return pkgutil.resolve_name("tensorflow.python.distribute.values:SyncOnReadVariable")
 
 
 class ComposedVariable(tf.Variable):

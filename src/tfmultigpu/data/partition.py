@@ -4,7 +4,7 @@ A *row* is one example: one index of the first axis of every tensor of a batch. 
 the shards of a global batch and for the micro-batches of a shard:
 
 - with at least as many rows as parts, each row is in exactly one part and no part is empty;
-- with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
+- with fewer rows than parts, every part is the whole batch: the first counts, the others do not.
 
 Layers crash or return NaN for zero rows, and padding would spoil sums and batch statistics. Loops
 of users know nothing of such copies: see ``small_batches``.
@@ -65,10 +65,15 @@ def shard_bounds(offsets: Tensor, shard: int) -> tuple[Scalar, Scalar]:
     return offsets[shard], tf.where(are_copies(offsets), offsets[-1], offsets[shard + 1])
 
 
-def shard_weight(offsets: Tensor) -> Scalar:
-    """Returns the weight of each row of the shards with these offsets, a float64 scalar."""
+def part_weight(copies: Scalar, part: Scalar) -> Scalar:
+    """Returns the weight of each row of a part, a float64 scalar: of copies the first counts.
+
+    Args:
+        copies: Whether each part is the whole batch, a bool scalar.
+        part: The number of the part.
+    """
     one = tf.ones([], tf.float64)
-    return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
+    return tf.where(copies, tf.cast(tf.equal(part, 0), tf.float64), one)
 
 
 def cut_rows(batch: Shard, offsets: Tensor, parts: Sequence[int]) -> list[Shard]:
@@ -113,10 +118,9 @@ def part_bounds(rows: Scalar, parts: Scalar, part: Scalar) -> tuple[Scalar, Scal
     return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
 
-def row_weight(rows: Scalar, parts: Scalar) -> Scalar:
-    """Returns the weight of each row in a part, a float64 scalar: 1, or ``1 / parts``."""
-    one = tf.ones([], tf.float64)
-    return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
+def counting_parts(rows: Scalar, parts: Scalar) -> Scalar:
+    """Returns how many parts of so many rows count, an int64 scalar: of copies one."""
+    return tf.where(rows < parts, tf.ones([], tf.int64), parts)
 
 
 def slice_rows(batch: Shard, start: Scalar, stop: Scalar) -> Shard:

@@ -73,8 +73,8 @@ def distribute_dataset(
         shares: Relative share of each replica, such as ``(3, 1)`` or the result of ``plan_shares``.
         small_batches: How a loop of your own gets a batch with fewer examples than replicas:
             ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
-            as convolution and batch normalization. Every replica then holds all examples, and each
-            counts ``row_weight(batch)``.
+            as convolution and batch normalization. Every replica then holds all examples, which
+            count on the first one alone: see ``row_weight``.
         prefetch_to_device: Whether to copy shards to the replicas ahead of time. None copies if a
             replica is not on a CPU, except finite data over several workers.
         preprocess: A function ``f(example)`` or ``f(example, seed)`` that makes an example ready,
@@ -141,7 +141,7 @@ def distribute_dataset(
     )
 
 
-def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
+def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> Tensor:
     """Returns the weight of each row of a batch of ``distribute_dataset``, in a loop of your own.
 
     Call it outside ``strategy.run``, and give it to the replicas with the batch:
@@ -153,7 +153,8 @@ def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> 
         strategy: The strategy of the dataset; None: ``tf.distribute.get_strategy()``.
 
     Returns:
-        A float64 scalar: 1, or ``1 / replicas`` if each replica holds all rows.
+        A float64 scalar for each replica: 1; if each replica holds all rows, 1 on the first and 0
+        on the others.
 
     Raises:
         DataError: ``distribute_dataset`` did not cut the batch, or it was passed into a
@@ -176,8 +177,9 @@ def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> 
             "Give an element of tmg.distribute_dataset, and call row_weight before you pass the "
             "batch into your own tf.function.",
         )
-    weight: tf.Tensor = partition.shard_weight(offsets)
-    return weight
+    copies = partition.are_copies(offsets)
+    weights = [partition.part_weight(copies, number) for number in local_replicas(strategy)]
+    return per_replica(strategy, weights)
 
 
 def should_prefetch(element_spec: BatchSpec, strategy: tf.distribute.Strategy) -> bool:

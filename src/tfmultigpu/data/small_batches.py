@@ -1,7 +1,7 @@
 """Batches of fewer rows than replicas: whole copies for our steps, a partition for loops of users.
 
-Between ``tf.data`` and a step such a batch is whole on every replica, and each row counts
-``1 / replicas``. A loop of a user does not know of copies. It sees each row once, as TensorFlow
+Between ``tf.data`` and a step such a batch is whole on every replica, and counts on the first one
+alone. A loop of a user does not know of copies. It sees each row once, as TensorFlow
 cuts: one row on the first replicas, none on the others.
 """
 

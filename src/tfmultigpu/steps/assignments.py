@@ -7,15 +7,16 @@ new value, and the step assigns that after everything that can fail has succeede
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from typing import Self
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu.types import KerasVariable, Operation, Scalar, Tensor
+from tfmultigpu._patch import patching
+from tfmultigpu.types import Function, KerasVariable, Operation, Scalar, Tensor, Untyped
 
 _scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
 
@@ -29,15 +30,17 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
 
     Attributes:
         variables: Those assigned, in order.
+        replaced: The ids of those that were assigned other than by ``assign_add``, ``assign_sub``.
         early: Operations that assign a deferred value before the step does.
     """
 
     def __init__(
         self, before: Iterable[tuple[KerasVariable, Tensor]] = (), counts: Scalar = True
     ) -> None:
-        """Keeps the values that variables seem to have, and whether metrics are updated."""
+        """Keeps the values that variables seem to have, and whether sums over replicas count."""
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[KerasVariable] = []
+        self.replaced: set[int] = set()
         self.early: set[Operation] = set()
         self._before = list(before)  # Keeps the variables alive, so ids stay unique.
         self._values = {id(variable): value for variable, value in self._before}
@@ -45,7 +48,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         self._graph = tf.compat.v1.get_default_graph()
         self._tokens: list[Token[DeferredAssignments | None]] = []
         self._notes: list[dict[int, Tensor]] = []  # One for each ``noting_reads``.
-        self._repeats = False
+        self._repeats = self._adds = False
 
     def __enter__(self) -> Self:
         """Defers what is assigned on this thread from now on."""
@@ -83,6 +86,15 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         finally:
             self._values, self.variables, self._repeats = kept
 
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Takes what is assigned in the context for additions to the values before."""
+        before, self._adds = self._adds, True
+        try:
+            yield
+        finally:
+            self._adds = before
+
     def current(self, variable: KerasVariable) -> tf.Tensor:
         """Returns the value last assigned to a variable, or its own."""
         value = self._values.get(id(variable))
@@ -101,8 +113,9 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def add_update(self, update: tuple[Tensor, Tensor]) -> None:
         """Keeps an assignment."""
         variable, value = update
-        is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
-        if is_metric and self._counts is not True:
+        if not self._adds:
+            self.replaced.add(id(variable))
+        if variable.aggregation == "sum" and self._counts is not True:
             old = self.current(variable)
             value = tf.where(self._counts, tf.cast(value, old.dtype), old)
         if self._in_inner_graph():
@@ -170,14 +183,60 @@ def deferred_here() -> DeferredAssignments | None:
     return scope
 
 
+@contextmanager
+def noting_additions() -> Iterator[None]:
+    """Notes which assignments add: Keras assigns the sum, in which the value before is hidden."""
+
+    def add(original: Function, variable: KerasVariable, value: Tensor) -> Tensor:
+        scope = _scope_of_thread.get()
+        with nullcontext() if scope is None else scope.adding():
+            return original(variable, value)
+
+    names = "assign_add", "assign_sub"
+    with patching(keras.Variable, names[0], add), patching(keras.Variable, names[1], add):
+        yield
+
+
 def assign(
-    variables: Sequence[KerasVariable], values: Sequence[Tensor], after: Sequence[Tensor]
+    variables: Sequence[KerasVariable],
+    values: Sequence[Tensor],
+    weight: Scalar,
+    *,
+    replaced: Collection[int],
+    after: Sequence[Tensor] = (),
 ) -> None:
-    """Assigns deferred values after the operations ``after``; call it in replica context."""
+    """Assigns deferred values; call it in replica context.
+
+    Args:
+        variables: The Keras variables.
+        values: What this replica computed for each.
+        weight: What the rows of this replica count, 1 or 0; None for 1.
+        replaced: The ``id`` of each variable to which values were not only added.
+        after: Operations that have to succeed before.
+    """
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
-            variable.assign(tf.identity(value))
+            value = tf.identity(value)
+            if is_added(variable):
+                value = _addend(variable, value, weight, adds=id(variable) not in replaced)
+            variable.assign(value)
+
+
+def is_added(variable: KerasVariable) -> bool:
+    """Returns whether TensorFlow assigns to a variable the sum of the values of all replicas."""
+    return bool(variable.aggregation == "sum" and variable.synchronization != "on_read")
+
+
+def _addend(variable: KerasVariable, value: Tensor, weight: Scalar, *, adds: bool) -> Tensor:
+    """Returns the part of a replica in the sum that TensorFlow assigns to a variable."""
+    context: Untyped = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return value
+    # The value before is in the sum once.
+    if adds and tf.get_static_value(context.replica_id_in_sync_group) != 0:
+        value -= tf.convert_to_tensor(variable.value)
+    return tf.where(weight > 0, value, tf.zeros_like(value))
 
 
 def _with_gradient_of(own: Tensor, value: Tensor) -> Tensor:

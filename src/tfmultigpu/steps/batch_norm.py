@@ -9,10 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import patching, setting
-from tfmultigpu.lists import of_type
+from tfmultigpu._patch import patching
 from tfmultigpu.strategies.scopes import all_layers, check_backend
-from tfmultigpu.types import Function, KerasLayer, KerasModel, Nested, Tensor, Untyped
+from tfmultigpu.types import Function, KerasLayer, KerasModel, Nested, Tensor
 
 
 def synchronize_batch_norm(model: KerasModel) -> KerasModel:
@@ -81,35 +80,4 @@ def noting_moments(layers: list[KerasLayer]) -> Iterator[None]:
         return original(layer, inputs, mask)
 
     with patching(*_compat.moments_of_batch(), moments):
-        yield
-
-
-@contextmanager
-def short_sums() -> Iterator[None]:
-    """Makes ``all_reduce`` of this replica cheap to trace inside the context; replica context.
-
-    ``tf.custom_gradient`` walks from the result of a function back to its arguments, in search of
-    variables, and through the arguments of other replicas to all that these have computed: a deep
-    model with a sum in each layer takes minutes. Here each replica gives its argument as a
-    constant, at which a walk ends, and the gradient is stated beside it: the sum over replicas.
-    """
-    context: Untyped = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
-        yield
-        return
-    original = context.all_reduce
-
-    def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Tensor:
-        flat = tf.nest.flatten(value)
-        if of_type(flat, tf.IndexedSlices):
-            return original(reduce_op, value, options)
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def add(*tensors: Tensor) -> Tensor:
-            added = original(reduce_op, list(map(tf.stop_gradient, tensors)), options)
-            return added, lambda *upstream: all_reduce(reduce_op, list(upstream), options)
-
-        return tf.nest.pack_sequence_as(value, add(*map(tf.convert_to_tensor, flat)))
-
-    with setting(context, all_reduce=all_reduce):
         yield

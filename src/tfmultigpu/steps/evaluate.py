@@ -79,7 +79,7 @@ class EvalStep(ModelStep, Looped):
     def _compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Evaluates one global batch; traced."""
         tally, passes = self._look(shards, trace)
-        phases.commit(self.strategy, trace, passes, [tally.sums])
+        phases.commit(self.strategy, trace, passes, shards, [tally.sums])
         self.trace = trace
         tallies = {"": tally}
         return logs_of_step(tallies), tallies
@@ -112,7 +112,7 @@ class EvalStep(ModelStep, Looped):
                 "make_eval_step(model, 'mse', strategy); or for a loss of your own "
                 "make_eval_step(model, None, strategy, forward=f).",
             )
-        trace.note(Layout.of(terms, trains=False), (), deferred.variables)
+        trace.note(Layout.of(terms, trains=False), (), deferred)
         return Pass((), stack(terms, rows.weight), deferred.values_of(trace.state))
 
     def run_model(self, shard: Shard) -> list[Tensor]:

@@ -43,8 +43,9 @@ def rows() -> Rows:
     Returns:
         ``first``, ``count`` and ``total``, int64 scalars: the number of the first row of this
         replica, the number of its rows, and the number of rows of the global batch. ``weight``, a
-        float64 scalar: what each row counts, which is 1, or 1 / replicas if every replica has all
-        rows of a small batch (``small_batches="copy"``).
+        float64 scalar: what each row counts, which is 1. If every replica has all rows of a small
+        batch, as in a step or by ``small_batches="copy"``, they count 1 on the first replica and 0
+        on the others.
 
     Raises:
         LossError: The batch is not known here.
@@ -95,15 +96,14 @@ def gather_rows(tensor: Tensor) -> Nested:
     tensors = list(map(_as_rows, tf.nest.flatten(tensor)))
     if here is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)
-    with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
-        copies = False if here.weight is None else here.weight < 1
     padded = list(map(functools.partial(_among_zeros, here), tensors))
+    if rows_of_step.get() is None:  # In a step all additions leave out what does not count.
+        padded = list(map(here.counted, padded))
     with tf.name_scope(GATHERED):
         added = all_reduce_sum(context, padded)
-    # If each replica has all rows, and counts 1 / replicas, the gradient of its copy stays with it.
     gathered: list[Tensor] = []
-    for own, every, rows_here in zip(padded, added, tensors, strict=True):
-        gathered.append(tf.cast(tf.where(copies, own, every), rows_here.dtype))
+    for every, rows_here in zip(added, tensors, strict=True):
+        gathered.append(tf.cast(every, rows_here.dtype))
     return tf.nest.pack_sequence_as(tensor, gathered)
 
 
@@ -122,7 +122,7 @@ def _rows_here() -> Rows | None:
     with tf.device("CPU:0"):
         total, first = offsets[-1], offsets[number]
         count = partition.shard_bounds(offsets, number)[1] - first
-        weight = partition.shard_weight(offsets)
+        weight = partition.part_weight(partition.are_copies(offsets), number)
     return Rows(first, count, total, weight)
 
 

@@ -6,14 +6,14 @@ A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions
     passes = phase(shards, trace)                     each replica: forward, backward -> Pass
     sums = add_over_replicas(step, passes, trace)     the one addition
     gradient, tally = divide(step, sums, shards, ...) the last division; penalties; features
-    commit(strategy, trace, passes, after)            what layers, draws and metrics assign
+    commit(strategy, trace, passes, shards, after)    what layers, draws and metrics assign
     update(step.update, gradient, after)              the one update of the optimizer
     advance(step.features, gradient, after)           the loss scale, for example
 
 Up to ``divide`` nothing is assigned. What may raise is in ``after``, which every assignment waits
 for: a step that raises leaves everything as it was. A batch was cut before, by ``data/partition``:
-if it has fewer rows than replicas, each has all of them. In loss and gradient each row counts
-1 / replicas then, and metrics count the first replica alone.
+if it has fewer rows than replicas, each has all of them. Then the first replica counts, and the
+others count nothing: in loss, gradient and metrics, and in what code of the user adds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
+from tfmultigpu.lists import map_present
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
@@ -36,7 +37,12 @@ from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
-from tfmultigpu.steps.trace import check_gradients, noting_effects
+from tfmultigpu.steps.trace import (
+    check_gradients,
+    may_not_be_linear,
+    noting_effects,
+    number_of_operations,
+)
 from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import is_list, row_list
@@ -103,6 +109,7 @@ def train_replica(
     moments = noting_moments(trace.own_moments)
     with tracing_model(step, rows), moments, noting_effects() as effects:
         # Forward. The sum of each loss is divided here by what is known of its divisor.
+        begin = number_of_operations()
         with DeferredAssignments(before, rows.counts()) as deferred, tf.GradientTape() as tape:
             terms, outputs = step.forward(shard, training=True)
             if not terms:
@@ -115,6 +122,8 @@ def train_replica(
             layout = Layout.of(terms)
             targets = layout.targets(terms, total, rows.weight, factor)
         check_weights(layout, terms, values)
+        # The loss of rows that do not count is zero, and so is each gradient that is linear in it.
+        is_dropped = rows.counts() is not True and may_not_be_linear(begin)
 
         # Backward, where a layer may be called once more to save memory.
         with deferred:
@@ -122,9 +131,11 @@ def train_replica(
                 _backward(step.features, tape, number, target, values)
                 for number, target in enumerate(targets)
             )
+            if is_dropped:
+                gradients = tuple([tuple(map_present(rows.counted, g)) for g in gradients])
             step.step_metrics.update(outputs)
 
-    trace.note(layout, gradients, deferred.variables)
+    trace.note(layout, gradients, deferred)
     new_state = deferred.values_of(trace.state)
     with tf.control_dependencies([*effects, *new_state]):  # All checks have passed.
         stats = tf.identity(stack(terms, rows.weight))
@@ -346,7 +357,11 @@ def _for_optimizer(step: Training, gradient: Gradient, trace: Trace) -> Gradient
 
 
 def commit(
-    strategy: tf.distribute.Strategy, trace: Trace, passes: Sequence[Pass], after: Sequence[Any]
+    strategy: tf.distribute.Strategy,
+    trace: Trace,
+    passes: Sequence[Pass],
+    shards: Shards,
+    after: Sequence[Any],
 ) -> None:
     """Assigns what layers, draws and metrics have computed, ``after`` all that may fail.
 
@@ -354,7 +369,9 @@ def commit(
     """
     if trace.state:
         values = per_replica(strategy, [one.state for one in passes])
-        strategy.run(functools.partial(assign, trace.state, after=after), args=(values,))
+        weights = per_replica(strategy, [rows.weight for rows in shards.rows])
+        replica = functools.partial(assign, trace.state, replaced=trace.replaced, after=after)
+        strategy.run(replica, args=(values, weights))
 
 
 def update(updates: Replicated, gradient: Gradient, after: Sequence[Any] = ()) -> None:

@@ -93,7 +93,8 @@ class PredictStep(ModelStep):
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             outputs = self.model(unpack_batch(shard)[0], training=False)
         variables = deferred.variables
-        assign(variables, list(map(deferred.current, variables)), [])
+        values = list(map(deferred.current, variables))
+        assign(variables, values, rows.weight, replaced=deferred.replaced)
         return outputs
 
     def run_model(self, shard: Shard) -> list[Tensor]:

@@ -13,6 +13,7 @@ from types import FrameType
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.assignments import deferred_here
@@ -71,6 +72,21 @@ def noting_effects() -> Iterator[list[Operation]]:
     for made in graph.get_operations()[before:]:
         if made.op_def.is_stateful and made.type != "ReadVariableOp":
             effects.append(made)
+
+
+def number_of_operations() -> int:
+    """Returns how many operations the current graph has."""
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def may_not_be_linear(begin: int) -> bool:
+    """Returns whether gradients through the operations made since may not be linear.
+
+    Args:
+        begin: The ``number_of_operations`` before.
+    """
+    operations = tf.compat.v1.get_default_graph().get_operations()
+    return any(map(_compat.may_not_be_linear, operations[begin:]))
 
 
 def check_gradients(variables: list[KerasVariable], gradients: list[Tensor]) -> None:

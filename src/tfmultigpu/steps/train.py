@@ -189,7 +189,7 @@ class TrainStep(ModelStep, Looped):
             copies = self.strategy.experimental_local_results(value)
             after += tf.nest.flatten(copies, expand_composites=True)
         # Also if the update is skipped, and before it: weights may be among them.
-        phases.commit(self.strategy, trace, passes, after)
+        phases.commit(self.strategy, trace, passes, shards, after)
         phases.update(self.update, gradient, after)
         phases.advance(self.features, gradient, after)
 

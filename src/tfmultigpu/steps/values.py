@@ -13,17 +13,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import cast_all, count_rows
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id, present
+from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.tally import Layout, Tallies
+from tfmultigpu.strategies.row_lists import is_list, with_values
 from tfmultigpu.types import ConcreteFunction, KerasLayer, KerasVariable, Nested, Scalar, Tensor
 
 
@@ -34,10 +35,10 @@ class Rows(NamedTuple):
         first: The number of the first row, int64.
         count: How many rows there are here, int64.
         total: The rows of the global batch, int64.
-        weight: What each row counts, float64: 1, or 1 / copies if all replicas hold the same few
-            rows; None for 1.
-        parts: The micro-batches of the shard, int64; None if it is computed in one piece.
-        copy: The number of the copy of these rows, int64; metrics count copy 0. None for 0.
+        weight: What each row counts, float64: 1; or 0 if another replica, or another micro-batch,
+            counts the same rows. None for 1.
+        parts: The micro-batches that have rows of their own, int64; None if the shard is computed
+            in one piece.
     """
 
     first: Scalar
@@ -45,32 +46,46 @@ class Rows(NamedTuple):
     total: Scalar
     weight: Scalar = None
     parts: Scalar = None
-    copy: Scalar = None
 
     def cut(self, number: Scalar, parts: Scalar) -> Rows:
         """Returns the place of one of ``parts`` micro-batches of these rows."""
         start, stop = partition.part_bounds(self.count, parts, number)
-        once = partition.row_weight(self.count, parts)
-        copy = tf.where(self.count < parts, number, tf.zeros_like(number))
+        weight = partition.part_weight(self.count < parts, number)
         if self.weight is not None:
-            once = self.weight * once
-        if self.copy is not None:
-            copy = self.copy + copy
-        return Rows(self.first + start, stop - start, self.total, once, parts, copy)
+            weight = self.weight * weight
+        counting = partition.counting_parts(self.count, parts)
+        return Rows(self.first + start, stop - start, self.total, weight, counting)
 
     def share(self, replicas: int) -> Scalar:
-        """Returns the part of each replica, micro-batch and copy of a weight that is 1 in total."""
-        known = cast_all(present([self.weight, self.parts]), tf.float64)
-        return 1.0 / math.prod(known, start=replicas)
+        """Returns the part of each replica and micro-batch that counts, together 1."""
+        counting = partition.counting_parts(self.total, replicas)
+        if self.parts is not None:
+            counting *= self.parts
+        return 1.0 / tf.cast(counting, tf.float64)
 
     def counts(self) -> Scalar:
-        """Returns whether metrics count these rows, a bool or a bool scalar."""
-        if self.copy is None:
+        """Returns whether these rows count here, a bool or a bool scalar."""
+        if self.weight is None:
             return True
-        known = tf.get_static_value(self.copy)
+        known = tf.get_static_value(self.weight)
         if known is None:
-            return tf.equal(self.copy, 0)
-        return bool(known == 0)
+            return self.weight > 0
+        return bool(known > 0)
+
+    def counted(self, value: Tensor) -> Tensor:
+        """Returns a tensor, or a list of rows, with zeros in place of what does not count here.
+
+        They do not depend on the value, which may be NaN: code of the user has computed it from a
+        gradient of zero.
+        """
+        counts = self.counts()
+        if counts is True:
+            return value
+        if is_list(value):
+            return with_values(value, self.counted(value.values))
+        if value.dtype in (tf.float32, tf.float64):  # In the memory of the value, if it can be.
+            return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
+        return tf.where(counts, value, tf.zeros_like(value))
 
 
 class Shards(NamedTuple):
@@ -97,14 +112,15 @@ class Shards(NamedTuple):
         """Returns the shards of the replicas ``numbers``; offsets as ``partition`` gives them."""
         with tf.device("CPU:0"):  # Shapes are decided there; nothing waits for a GPU.
             total = offsets[-1]
-            weight = partition.row_weight(total, replicas) if replicas > 1 else None
-            zero = tf.zeros([], tf.int64)
             places: list[Rows] = []
-            for number, shard in zip(numbers, local, strict=True):
-                # Of a batch smaller than the replicas each has a copy; metrics count the first.
-                copy = tf.where(total < replicas, zero + number, zero) if number else zero
-                rows = Rows(offsets[number], count_rows(shard), total, weight, copy=copy)
-                places.append(rows)
+            weights: list[Scalar] = [None]
+            if replicas > 1:
+                # Of a batch smaller than the replicas each has a copy, and the first one counts.
+                first = tf.ones([], tf.float64)
+                others = partition.part_weight(total < replicas, 1)
+                weights = [others if number else first for number in numbers]
+            for number, shard, weight in zip(numbers, local, weights, strict=True):
+                places.append(Rows(offsets[number], count_rows(shard), total, weight))
             return cls(local, places, [()] * len(local), None, tf.cast(total, tf.float64))
 
     def cut(self, number: Scalar, parts: Scalar) -> Shards:
@@ -188,6 +204,7 @@ class Trace:
             among the trained ones, in the order of ``Pass.addends``.
         targets: How many targets the backward pass has.
         state: The Keras variables that layers, draws and metrics assign.
+        replaced: The ids of those to which values were not only added.
         seeds: The variables among them that draws took seeds from: every micro-batch finds them as
             the first one does, and takes its rows of the same draws.
         updated: The trained variables that have a gradient, of a target or a penalty.
@@ -204,6 +221,7 @@ class Trace:
     places: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     targets: int = 0
     state: list[KerasVariable] = dataclasses.field(default_factory=list)
+    replaced: set[int] = dataclasses.field(default_factory=set)
     seeds: list[KerasVariable] = dataclasses.field(default_factory=list)
     updated: tuple[KerasVariable, ...] = ()
     why_each: str = ""
@@ -237,24 +255,25 @@ class Trace:
         self.state, self.seeds = known.state, known.seeds
 
     def note(
-        self, layout: Layout, gradients: Sequence[Sequence[Tensor]], state: Sequence[KerasVariable]
+        self, layout: Layout, gradients: Sequence[Sequence[Tensor]], deferred: DeferredAssignments
     ) -> None:
-        """Notes what one replica found.
+        """Notes what one replica found, and what it would assign.
 
         Raises:
             TfMultiGpuError: It is something else than another replica or micro-batch found.
         """
+        self.replaced |= deferred.replaced
         places: list[tuple[int, int]] = []
         for target, of_target in enumerate(gradients):
             for number, gradient in enumerate(of_target):
                 if gradient is not None:
                     places.append((target, number))
         if self.layout is None:
-            self.layout, self.places, self.state = layout, places, list(state)
+            self.layout, self.places, self.state = layout, places, list(deferred.variables)
             self.targets = len(gradients)
             return
         known = by_id(self.state)
-        strange = [variable.path for variable in state if id(variable) not in known]
+        strange = [variable.path for variable in deferred.variables if id(variable) not in known]
         if strange or places != self.places:
             raise TfMultiGpuError(
                 "The model does something else each time that it is traced, and replicas and "

@@ -16,7 +16,7 @@ from tfmultigpu.addons.verification.one_device import OneDevice, Step, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, cast_all
-from tfmultigpu.steps.assignments import DeferredAssignments
+from tfmultigpu.steps.assignments import DeferredAssignments, is_added
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds, watching_draws
 from tfmultigpu.steps.features.micro_batches import MicroBatches
@@ -43,6 +43,12 @@ _STATE = (
     "Replicas add sums. Give a metric values of rows, not a mean; in one of your own keep sums and "
     "counts. A layer adds them before it assigns: total, count = "
     "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
+)
+_SUMMED = (
+    "The values of all replicas are added, because it has aggregation='sum', and each contains the "
+    "value before. Write weight.assign_add(value) with a value of the rows of this replica; or "
+    "leave aggregation out, and add over the replicas before you assign: total = "
+    "tf.distribute.get_replica_context().all_reduce('SUM', total)."
 )
 _OWN = (
     "Each replica assigns its own copy, for its own rows. Create the variable by add_variable of a "
@@ -133,6 +139,8 @@ def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[st
     kind = name = ""
     if found:
         kind, name = found[0].key.split()[0], found[0].name
+    if kind == "state" and is_added(step.runner.trace.state[int(found[0].key.split()[1])]):
+        return name, _SUMMED
     known = {"state": _STATE, "own": _OWN, "table": _TABLE, "update": _UPDATE}
     if kind in known:
         return name, known[kind]

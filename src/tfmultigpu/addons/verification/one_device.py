@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.other_scale import OtherScale
-from tfmultigpu.addons.verification.putting_back import putting_back
+from tfmultigpu.addons.verification.putting_back import Before, putting_back
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
@@ -73,6 +74,7 @@ class OneDevice:
             self.twin = self.twin.with_features([*self.twin.features, *features])
         self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
+        self._begins_at_ones = False
         self._touched = Touched()  # By the last trace.
         self.updated: list[KerasVariable] = []
         self.smooth = 0
@@ -105,6 +107,7 @@ class OneDevice:
             if move is not None:
                 for number, each in enumerate(before):
                     each.assign(move(number, each.handle, each.value))
+            self.begin(before)
             logs, state, *gradients = concrete(batch)
             self.own = self._own_variables()
             numbers = self.named(logs) | numbered("state", state)
@@ -116,6 +119,43 @@ class OneDevice:
                     numbers[f"update {i}"] = self.measure(first)
             arrays = {name: number.numpy() for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
+
+    def has_zeros(self) -> bool:
+        """Returns whether a state that replicas assign begins at zero; known once run."""
+        return any(bool(tf.reduce_all(each == 0)) for each in self._states_alike())
+
+    @contextmanager
+    def beginning_at_ones(self) -> Iterator[None]:
+        """Has states that are zero begin at one, here and where ``begin`` is called."""
+        self._begins_at_ones = True
+        try:
+            yield
+        finally:
+            self._begins_at_ones = False
+
+    def begin(self, before: Sequence[Before]) -> None:
+        """Assigns what states begin at, given what they are put back to."""
+        if not self._begins_at_ones:
+            return
+        alike = {id(state.handle) for state in self._states_alike()}
+        for each in before:
+            if id(each.handle) in alike and bool(tf.reduce_all(each.value == 0)):
+                each.assign(tf.ones_like(each.value))
+
+    def _states_alike(self) -> list[tf.Variable]:
+        """Returns each copy of each state of numbers that has one value, the same on all replicas.
+
+        Of a variable that is combined when it is read, the copies of one begin would be N.
+        """
+        states: list[Untyped] = [state for state in self.states if not state.trainable]
+        for own in self.own:
+            states.append(_compat.variable_of_handle(own.handle) or own)
+        alike: list[tf.Variable] = []
+        for state in states:
+            when = getattr(state.synchronization, "name", state.synchronization)
+            if when.lower() != "on_read" and tf.as_dtype(state.dtype) != tf.bool:
+                alike += copies_of(self.strategy, state)
+        return alike
 
     def _own_variables(self) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.

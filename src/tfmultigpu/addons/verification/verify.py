@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -35,6 +36,14 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
 from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
 
+_Kind: TypeAlias = Literal["even", "uneven", "small"]  # Of a batch, by the rows of its replicas.
+
+_SMALL = (
+    "This is so for a batch of {rows} row(s): replicas or micro-batches have copies of the same "
+    "rows then, and one of them counts. Code that adds over replicas divides by a count that it "
+    "adds too, not by the number of replicas: total, rows = context.all_reduce('SUM', [total, "
+    "rows]). Or leave such batches out: dataset.batch(size, drop_remainder=True)."
+)
 _PIECE = 2**20  # Elements of a variable that are measured at one time.
 # Lines of an error that do not say what is wrong.
 _OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
@@ -63,7 +72,9 @@ class Verify(Feature):
     _without_norms: TrainStep | None = None
     _kinds = 0
     _due = True  # Whether batches are seen; all are, until the first is verified,
-    _later: Verification | None = None  # or the first uneven one is there, that this is said of.
+    # or the first of a kind is there that something is said of.
+    _later: Mapping[_Kind, Verification] = types.MappingProxyType({})
+    _saw_small = False  # Whether a batch of which replicas have copies was verified.
 
     def __init__(self, verify: bool | str = "first") -> None:
         """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
@@ -82,24 +93,20 @@ class Verify(Feature):
         kinds = len(self._step.runner.traces)
         if kinds > self._kinds:  # Frozen layers, or synchronized.
             self._kinds, self._due = kinds, True
-            self.verification = self._later = None
+            self.verification, self._later, self._saw_small = None, {}, False
         if not self._due:
             return call
         return functools.partial(self._call, call)
 
     def _call(self, call: Call, batch: Batch) -> Nested:
-        _, local, offsets = batch
-        replicas = self._strategy.num_replicas_in_sync
-        if offsets is None:
-            rows = int(count_rows(local[0]))
-            is_even = rows % replicas == 0
-        else:
-            rows = int(offsets[-1])
-            is_even = bool(np.ptp(np.diff(offsets)) == 0)
-        # With fewer rows than replicas each computes all of it, which shows nothing.
-        if rows < max(replicas, 2) or (self._later and is_even):
+        rows, kind = self._kind_of(batch)
+        later = dict(self._later)
+        found = present([later.pop(kind, None)])
+        # Of one row on one device, or of a small batch once more, there is nothing to see.
+        is_seen = rows == self._strategy.num_replicas_in_sync == 1
+        is_seen = is_seen or (kind == "small" and self._saw_small and not self._always)
+        if not found and (self._later or is_seen):
             return call(batch)
-        found, later = present([self._later]), None
         if not found:
             with explaining_failures(self._strategy):
                 self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
@@ -107,16 +114,42 @@ class Verify(Feature):
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
             ):
-                found, later = self._verified(batch, rows, is_even=is_even)
+                found, later = self._verified(batch, rows, kind)
         result = call(batch)
-        self._later, self._due = later, bool(self._always or later)
+        self._later = later
+        if kind == "small":
+            self._saw_small = True
+        else:
+            self._due = bool(self._always or later)
         if not self._due:
             self._device = self._without_norms = None
-        if self.verification is None or self.verification.outcome != "different":
+        if found and (self.verification is None or self.verification.outcome != "different"):
             self.verification = found[0]
         for outcome in found:
             _warn_of(outcome)
         return result
+
+    def _kind_of(self, batch: Batch) -> tuple[int, _Kind]:
+        """Returns the rows of a batch, and how replicas and micro-batches share them."""
+        _, local, offsets = batch
+        replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
+        if offsets is None:
+            rows = int(count_rows(local[0]))
+            least, most = rows // replicas, -(-rows // replicas)
+        else:
+            rows, counts = int(offsets[-1]), np.diff(offsets)
+            least, most = int(counts.min()), int(counts.max())
+        if rows < replicas or least < min(parts // replicas, most):
+            return rows, "small"
+        return rows, "even" if least == most else "uneven"
+
+    def _parts(self) -> int:
+        """Returns how many parts a batch has at most: micro-batches of all replicas."""
+        parts: int = self._strategy.num_replicas_in_sync
+        for feature in self._step.features:
+            if isinstance(feature, MicroBatches):
+                parts *= feature.count
+        return parts
 
     def _sizes(self, rows: int, *, is_even: bool) -> list[int]:
         """Returns how many rows of a batch to compare, and how many if those show a difference.
@@ -126,10 +159,7 @@ class Verify(Feature):
         """
         if self._always and is_even:
             return [rows]
-        parts = self._strategy.num_replicas_in_sync
-        for feature in self._step.features:
-            if isinstance(feature, MicroBatches):
-                parts *= feature.count
+        parts = self._parts()
         if parts == 1:
             return [rows]
         most = rows
@@ -148,36 +178,44 @@ class Verify(Feature):
         return sizes or [most]
 
     def _verified(
-        self, batch: Batch, rows: int, *, is_even: bool
-    ) -> tuple[list[Verification], Verification | None]:
+        self, batch: Batch, rows: int, kind: _Kind
+    ) -> tuple[list[Verification], dict[_Kind, Verification]]:
         """Verifies a batch; all workers call it.
 
         Returns:
-            What to say now, first what counts as the outcome; and what to say of the first uneven
-            batch.
+            What to say now, first what counts as the outcome; and what to say of the first batch
+            of another kind.
         """
         step, said = self._step, []
-        sizes = self._sizes(rows, is_even=is_even)
+        is_even = kind == "even"
+        sizes = [rows] if kind == "small" else self._sizes(rows, is_even=is_even)
         norms = step.runner.trace.own_moments
         if norms and self._strategy.num_replicas_in_sync > 1:
             # They are as everybody knows them. What else there is shows without them.
             said = [explain_norms(norms)]
             step = self._without(step, batch)
 
-        first = self._compared(step, batch, sizes[0])
+        if kind == "small":
+            return [*said, *present([self._of_copies(step, batch, rows)])], {}
+        later: dict[_Kind, Verification] = {}
+        first = self._compared_twice(step, batch, sizes[0])
         if first.verification.outcome == "same" or len(sizes) == 1:
-            outcome, later = self._located(first), None
+            outcome = self._located(first)
         else:
             size = sizes[1]
             if first.verification.outcome == "not verified":
                 # What a replica holds may agree by chance with another shape.
                 size = min(2 * size, rows)
-            second = self._compared(step, batch, size)
+            second = self._compared_twice(step, batch, size)
             outcomes = first.verification.outcome, second.verification.outcome
-            later = None
             if outcomes == ("different", "same"):
-                later = self._located(first)
+                later["uneven"] = self._located(first)
             outcome = self._located(second)
+        if outcome.outcome == "same" and not (self._always or self._saw_small):
+            for size in self._small_sizes(batch, rows):
+                small = self._of_copies(step, batch, size)
+                if small is not None and small.outcome == "different":
+                    later["small"] = small
         if said and outcome.outcome == "same":
             return said, later
         return [*said, outcome], later
@@ -202,7 +240,39 @@ class Verify(Feature):
                 squares += tf.reduce_sum(tf.square(tf.cast(piece, tf.float64)))
             return tf.sqrt(squares)
 
+    def _small_sizes(self, batch: Batch, rows: int) -> list[int]:
+        """Returns of how many rows replicas, and then micro-batches, would have copies."""
+        replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
+        if replicas == 1 or partition.fixed_offsets(batch[1][0][0]) is not None:
+            return []  # None, or all batches of the data are of one size.
+        sizes = [replicas - 1]
+        if replicas < parts <= rows:
+            sizes.append(parts - 1)
+        return sizes
+
+    def _of_copies(self, step: Step, batch: Batch, rows: int) -> Verification | None:
+        """Returns the outcome for so few rows that replicas have copies; None if nothing shows."""
+        comparison = self._compared(step, batch, rows)
+        outcome = comparison.verification
+        if outcome.outcome != "different":
+            return None if outcome.reason else outcome
+        culprit, _ = explain(comparison.beyond, Culprit(), step)
+        return dataclasses.replace(outcome, culprit=culprit, advice=_SMALL.format(rows=rows))
+
     # One comparison -----------------------------------------------------------------------------
+
+    def _compared_twice(self, step: Step, batch: Batch, rows: int) -> _Comparison:
+        """Compares the first rows of a batch, again from other states if these are zero.
+
+        A state of zero hides what it is multiplied by: N times 0 is 0.
+        """
+        comparison = self._compared(step, batch, rows)
+        device = self._device
+        if comparison.verification.outcome != "same" or device is None or not device.has_zeros():
+            return comparison
+        with device.beginning_at_ones():
+            again = self._compared(step, batch, rows)
+        return again if again.verification.outcome == "different" else comparison
 
     def _compared(self, step: Step, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, changing nothing; all workers call it."""
@@ -245,7 +315,8 @@ class Verify(Feature):
         """Runs the step, and compares what it computes with what one device did."""
         device = one.device
         bounds = Rounding(all_layers(device.step.model))
-        with putting_back(device.step, one.compiled):
+        with putting_back(device.step, one.compiled) as before:
+            device.begin(before)
             logs = one.compiled(*one.arguments)[0]
             found = [q for q in compared(device, one.numbers, logs, bounds) if q.apart]
         steady, beyond = [], []

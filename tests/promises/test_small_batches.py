@@ -1,0 +1,108 @@
+"""With fewer rows than replicas one copy counts, also in code of the user, or it is told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from law.model import FLOAT, Training, regression, small
+from law.pair import Pair, strategy_of
+
+import tfmultigpu as tmg
+
+layers = keras.layers
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def clipped(x: Any) -> Any:
+    """Clips what comes back, and adds to it what does not depend on it."""
+    return tf.identity(x), lambda gradient: tf.clip_by_value(gradient, -0.01, 0.01) + 0.1 * x
+
+
+class Moments(layers.Layer):
+    """Divides by a moment that it adds over the replicas, and keeps it; counts rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        options = {"initializer": "ones", "trainable": False}
+        self.kept = self.add_weight(name="kept", shape=(5,), **options)
+        self.seen = self.add_weight(name="seen", aggregation="sum", **options)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        here = tf.cast(tf.shape(x)[0], self.dtype)
+        total, rows = tf.reduce_sum(x**2, 0), here
+        if tf.distribute.has_strategy():
+            context = tf.distribute.get_replica_context()
+            total, rows = context.all_reduce("SUM", [total, rows])
+        self.kept.assign(0.5 * self.kept + 0.5 * total / rows)
+        self.seen.assign_add(here)
+        return clipped(x) / tf.sqrt(1.0 + total / rows)
+
+
+def with_moments() -> Training:
+    training = small()
+    first, last = training.model.layers
+    training.model = keras.Sequential(
+        [keras.Input((4,), dtype="float64"), first, Moments(**FLOAT), last]
+    )
+    return training
+
+
+# Fails if a copy adds to a gradient that is not linear, to a sum of the user's or to a weight of
+# Keras with aggregation="sum"; or if the value before is in such a weight once for each replica.
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.more)])
+def test_code_of_the_user_sees_one_copy(replicas: int) -> None:
+    batches = regression([5, 1, 3, 1])
+    Pair(with_moments, batches[0], replicas, verify=False).hold(batches)
+
+
+class AddsAll(layers.Layer):
+    """Counts rows by an addition in its own words, of which TensorFlow knows nothing."""
+
+    def __init__(self, add: Callable[[Any, Any], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.add = add
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        rows = tf.cast(tf.shape(x)[0], self.dtype)
+        self.seen.assign(self.add(self.seen, rows))
+        return x
+
+
+def by_hand(seen: Any, rows: Any) -> Any:
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return seen + rows
+    add = lambda strategy, each: tf.add_n(strategy.experimental_local_results(each))  # noqa: E731
+    return seen + context.merge_call(add, args=(rows,))
+
+
+def with_the_state(seen: Any, rows: Any) -> Any:
+    return tf.distribute.get_replica_context().all_reduce("SUM", seen + rows)
+
+
+# Fails if a batch of fewer rows than replicas is not compared, or told before there is one; or if
+# a state of zero hides that it is counted once for each replica.
+@pytest.mark.parametrize(
+    ("add", "number", "word"), [(by_hand, 2, "1 row(s)"), (with_the_state, 0, "seen")]
+)
+def test_what_is_wrong_for_copies_or_from_other_states_is_told(
+    add: Callable[[Any, Any], Any], number: int, word: str
+) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), AddsAll(add), layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    for i, batch in enumerate(regression([4, 3, 1, 1])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(batch)
+        messages = [str(w.message) for w in caught if w.category is tmg.ReplicaDependenceWarning]
+        assert len(messages) == (i == number), messages
+        assert all(word in message for message in messages)
