@@ -14,6 +14,7 @@ from tfmultigpu.accumulation.gradients import (
     global_norm,
     refuse_float8,
     sum_dtype,
+    warn_of_clipped_part,
     warn_of_variables,
 )
 from tfmultigpu.accumulation.loss_scale import LossScale
@@ -153,7 +154,7 @@ class GradientAccumulator:
                 "Differentiate scale.scale_loss(pair) of each, or create an accumulator for each.",
             )
         self._scaled.add(scaled)
-        if use is not None and not use.differentiated:
+        if isinstance(weight, LossSum) and use is not None and not use.differentiated:
             warn(
                 "add needs the gradients of the sum that belongs to the weight, which divides "
                 "them. Received: a pair whose sum was not differentiated. Gradients of a mean "
@@ -165,6 +166,7 @@ class GradientAccumulator:
         for number, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
             if gradient is not None:
                 self._reached.add(number)
+                warn_of_clipped_part(gradient)
                 total.add(gradient, _same if use is None else use.undo)
 
         number = weight.weight if isinstance(weight, LossSum) else weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.stages import check_scale_is_out, mark_as
 from tfmultigpu.arguments import check_positive
 from tfmultigpu.data.batch_format import cast_all
-from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.errors import LossError, ReplicaDependenceWarning, TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
@@ -26,6 +27,8 @@ BY_HAND = (
     "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
     "variables)."
 )
+# The scopes of tf.clip_by_norm, tf.clip_by_global_norm and tf.clip_by_value.
+_CLIPPED = re.compile(r"(^|/)clip_by_(value|(global_|average_)?norm)")
 _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
 
 
@@ -143,6 +146,21 @@ def warn_of_variables(variables: Sequence[KerasVariable], without: Sequence[Kera
         )
     if not variables:
         warn("The model has no trainable variables: a step changes nothing. Received: trainable=[]")
+
+
+def warn_of_clipped_part(gradient: Gradient) -> None:
+    """Warns of a gradient that TensorFlow's functions clipped; only in a graph operations know."""
+    values = values_of(gradient)
+    if not tf.is_symbolic_tensor(values) or "gradient_tape/" in values.op.name:
+        return
+    if _CLIPPED.search(values.op.name):
+        warn(
+            "A replica has only a part of the gradient: clipped parts do not add up to the clipped "
+            f"gradient. Received: the result of {values.op.name!r}. Write after strategy.run: "
+            "window.apply(optimizer, clip_norm=limit); or set clipnorm, global_clipnorm or "
+            "clipvalue on the optimizer.",
+            ReplicaDependenceWarning,
+        )
 
 
 def _paths(variables: Sequence[KerasVariable]) -> list[str]:

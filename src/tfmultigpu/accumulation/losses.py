@@ -172,9 +172,11 @@ def loss_sum(
     kind = FixedLossSum if term.fixed else LossSum
     if rows is not None:  # A step checks its weights and results by itself.
         return kind(total, weight)
-    use = Use(differentiated=replicas == 1)
+    watched = replicas > 1 or not tf.inside_function()  # TensorFlow keeps a watched graph for good.
+    use = Use(differentiated=not watched)
     if replicas > 1:
         weight = _without_gradient(weight, total, _warn_of_means)
+    if watched:
         total = _noting_gradient(total, use)
     pair = kind(total, weight)
     note_use(pair, use)
