@@ -27,6 +27,7 @@ LAYERS = (
     "_compat",
     "_patch",
     "_version",
+    "user_code",
     "devices",
     "strategies",
     "data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,6 +12,8 @@ from problems import network
 import tfmultigpu as tmg
 from lines.messages import Told, example
 from lines.parts import X, Y, dense, made, optimizer_of, step, strategy_of, window
+
+ZEROS = [np.zeros((4, 2), "float32"), np.zeros(2, "float32")]  # For the variables of ``made()``.
 
 
 def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> Any:
@@ -30,9 +32,9 @@ def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> 
 def accumulator_of_another_scope(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
-        strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
+        strategy_of(3).run(accumulator.add, args=(ZEROS, 1.0))
     accumulator = window(made(replicas=3).trainable_variables, 3)
-    strategy_of(3).run(accumulator.add, args=([None, None], 1.0))
+    strategy_of(3).run(accumulator.add, args=(ZEROS, 1.0))
 
 
 @example("The accumulator was created outside the scope of the strategy")
@@ -44,7 +46,7 @@ def accumulator_outside_the_scope(told: Told) -> None:
         tmg.GradientAccumulator(variables)
     with strategy.scope():
         window = tmg.GradientAccumulator(variables)
-    strategy.run(window.add, args=([None, None], 1.0))
+    strategy.run(window.add, args=(ZEROS, 1.0))
 
 
 @example("no variables. Build the model")
@@ -60,21 +62,23 @@ def too_few_gradients(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
         strategy_of(2).run(accumulator.add, args=([None], 1.0))
-    strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
+    strategy_of(2).run(accumulator.add, args=(ZEROS, 1.0))
 
 
 @example("add needs the weight by which the sum of these losses is to be divided")
 def add_without_a_weight(told: Told) -> None:
-    accumulator, strategy = window(made().trainable_variables), strategy_of(2)
+    strategy, variables = strategy_of(2), (model := made()).trainable_variables
+    accumulator = window(variables)
     for wrong in ((), ("mean",)):
         with told(
             TypeError, r"Received: weight=.*Write accumulator\.add\(gradients, weight=pair\)"
         ):
-            strategy.run(accumulator.add, args=([None, None], *wrong))
+            strategy.run(accumulator.add, args=(ZEROS, *wrong))
 
     def replica() -> None:
-        pair = tmg.loss_sum("mse", Y, Y)
-        accumulator.add([None, None], weight=pair)
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum("mse", Y, model(X))
+        accumulator.add(tape.gradient(pair.sum, variables), weight=pair)
 
     strategy.run(replica)
 
@@ -83,8 +87,8 @@ def add_without_a_weight(told: Told) -> None:
 def add_outside_of_replicas(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told(tmg.TfMultiGpuError):
-        accumulator.add([None, None], 1.0)
-    strategy_of(2).run(accumulator.add, args=([None, None], 1.0))
+        accumulator.add(ZEROS, 1.0)
+    strategy_of(2).run(accumulator.add, args=(ZEROS, 1.0))
 
 
 @example('a loss with reduction="sum" and another')
@@ -93,8 +97,8 @@ def two_kinds_of_weights(told: Told) -> None:
     summed = keras.losses.MeanSquaredError(reduction="sum")
 
     def replica(first: Any, second: Any) -> None:
-        first.add([None, None], tmg.loss_sum(summed, Y, Y).weight)
-        second.add([None, None], tmg.loss_sum("mse", Y, Y).weight)
+        first.add(ZEROS, tmg.loss_sum(summed, Y, Y).weight)
+        second.add(ZEROS, tmg.loss_sum("mse", Y, Y).weight)
 
     accumulator = window(variables)
     with told(tmg.TfMultiGpuError, "both in one accumulator"):
@@ -153,6 +157,214 @@ def scaled_pair_that_is_not_added(told: Told) -> None:
     added = scale.unscale(gradients_of(scale.scale_loss, lambda pair: pair))[0]
     scaled = scale.unscale(gradients_of(lambda pair: scale.scale_loss(mean_of(pair))))[0]
     np.testing.assert_allclose(added[0], scaled[0], rtol=1e-6)
+
+
+class Hand(NamedTuple):
+    """What a loop by hand has."""
+
+    window: Any
+    optimizer: Any
+    scale: Any
+
+
+def by_hand(
+    target_of: Any,
+    update: Any,
+    *,
+    eager: bool = False,
+    changed: Any = list,
+    optimizer: Any = optimizer_of,
+) -> None:
+    """Runs one step of a loop by hand, in which a mistake may be.
+
+    Args:
+        target_of: ``target_of(pair, outputs, hand)``: what is differentiated.
+        update: ``update(hand)``, after ``strategy.run``.
+        eager: Whether nothing is compiled.
+        changed: What is done with the gradients of a replica.
+        optimizer: Makes the optimizer.
+    """
+    strategy, model = strategy_of(2), made()
+    with strategy.scope():
+        scale = tmg.LossScale(8.0)
+    hand = Hand(window(model.trainable_variables), optimizer(), scale)
+
+    def replica() -> None:
+        with tf.GradientTape() as tape:
+            outputs = model(X)
+            pair = tmg.loss_sum("mse", Y, outputs)
+            target = target_of(pair, outputs, hand)
+        hand.window.add(changed(tape.gradient(target, model.trainable_variables)), pair)
+
+    def train() -> None:
+        strategy.run(replica)
+        update(hand)
+
+    (train if eager else tf.function(train, autograph=False))()
+
+
+def wrong(told: Told, words: str, *loop: Any, **options: Any) -> None:
+    """Holds that an error with some words comes of a loop by hand, in a function and eagerly."""
+    for eager in (False, True):
+        with told(tmg.TfMultiGpuError, words):
+            by_hand(*loop, eager=eager, **options)
+
+
+def right(*loop: Any, **options: Any) -> None:
+    """Runs a loop by hand in a function and eagerly."""
+    for eager in (False, True):
+        by_hand(*loop, eager=eager, **options)
+
+
+def sum_of(pair: Any, _outputs: Any, _hand: Hand) -> Any:
+    return pair.sum
+
+
+def scaled(pair: Any, _outputs: Any, hand: Hand) -> Any:
+    return hand.scale.scale_loss(pair)
+
+
+def apply(hand: Hand) -> None:
+    hand.window.apply(hand.optimizer)
+
+
+def apply_scaled(hand: Hand) -> None:
+    hand.window.apply(hand.optimizer, scale=hand.scale, clip_norm=1.0)
+
+
+def in_order(hand: Hand) -> None:
+    gradients, finite = hand.scale.unscale(hand.window.reduce()[0])
+    gradients, _ = tmg.clip_gradients(gradients, 1.0)
+    tmg.apply_reduced_gradients(hand.optimizer, gradients, hand.window.variables, where=finite)
+    hand.scale.update(finite)
+
+
+def no_unscale(hand: Hand) -> None:
+    gradients = hand.window.reduce()[0]
+    tmg.apply_reduced_gradients(hand.optimizer, gradients, hand.window.variables)
+
+
+def clip_first(hand: Hand) -> None:
+    tmg.clip_gradients(hand.window.reduce()[0], 1.0)
+
+
+@example("The gradients still carry the loss scale")
+def loss_scale_that_is_not_taken_out(told: Told) -> None:
+    wrong(told, r"apply_reduced_gradients before scale\.unscale", scaled, apply)
+    wrong(told, r"apply_reduced_gradients before scale\.unscale", scaled, no_unscale)
+    wrong(told, r"clip_gradients before scale\.unscale", scaled, clip_first)
+    wrong(
+        told,
+        "apply_reduced_gradients before",
+        lambda pair, _, hand: hand.scale.scale_loss(pair.sum),
+        no_unscale,
+    )
+    right(scaled, apply_scaled)
+    right(scaled, in_order)
+
+
+@example("The gradients were divided by the loss scale before")
+def unscale_twice(told: Told) -> None:
+    def twice(hand: Hand) -> None:
+        hand.scale.unscale(hand.scale.unscale(hand.window.reduce()[0])[0])
+
+    wrong(told, "unscale for the second time", scaled, twice)
+    right(scaled, in_order)
+
+
+@example("The gradients were clipped with the loss scale in them")
+def clip_before_unscale(told: Told) -> None:
+    # Of gradients that no window has added it is not known whether they carry a scale.
+    clipped, _ = tmg.clip_gradients([tf.ones([2])], 1.0)
+    with told(tmg.TfMultiGpuError, "unscale after clip_gradients"):
+        tmg.LossScale(8.0).unscale(clipped)
+    right(scaled, in_order)
+
+
+@example("The losses were not multiplied by the loss scale")
+def scale_loss_forgotten(told: Told) -> None:
+    wrong(told, r"target = scale\.scale_loss\(pair\)", sum_of, apply_scaled)
+    right(scaled, apply_scaled)
+    # No pair notes these.
+    right(lambda pair, _, hand: pair.sum * hand.scale.value(), apply_scaled)
+    right(lambda pair, _, hand: pair.sum * hand.scale.scale, apply_scaled)
+    right(lambda pair, _, hand: hand.scale.scale_loss(pair.sum * 1.0), apply_scaled)
+
+
+@example("The losses of one accumulator need one loss scale")
+def one_of_two_losses_scaled(told: Told) -> None:
+    calls: list[bool] = []
+
+    def every_other_scaled(pair: Any, outputs: Any, hand: Hand) -> Any:
+        calls.append(len(calls) % 2 == 0)
+        return (scaled if calls[-1] else sum_of)(pair, outputs, hand)
+
+    wrong(told, "both in one accumulator", every_other_scaled, apply_scaled)
+    right(scaled, apply_scaled)
+
+
+@example("Of gradients by hand an optimizer that scales the loss cannot know")
+def loss_scale_optimizer_by_hand(told: Told) -> None:
+    def wrapped() -> Any:
+        with strategy_of(2).scope():
+            return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+    def scaled_by_it(pair: Any, _outputs: Any, hand: Hand) -> Any:
+        return hand.optimizer.scale_loss(pair.sum)
+
+    def factor() -> Any:
+        return optimizer_of(loss_scale_factor=8.0)
+
+    for update in (apply, no_unscale):
+        wrong(told, "LossScaleOptimizer with a", scaled_by_it, update, optimizer=wrapped)
+    wrong(told, "SGD with a loss scale", sum_of, apply, optimizer=factor)
+    for optimizer in (wrapped, factor):
+        right(scaled, apply_scaled, optimizer=optimizer)
+        right(scaled, in_order, optimizer=optimizer)
+
+
+@example("Nothing was added to the window since it was emptied")
+def empty_window(told: Told) -> None:
+    def twice(hand: Hand) -> None:
+        hand.window.reduce()
+        hand.window.apply(hand.optimizer)
+
+    def pieces_twice(hand: Hand) -> None:
+        hand.window.reduce()
+        no_unscale(hand)
+
+    kinds = {False: tf.errors.InvalidArgumentError, True: tmg.TfMultiGpuError}
+    for eager, kind in kinds.items():
+        for update in (twice, pieces_twice):
+            with told(kind, r"if window\.count is not 0, and call reduce once for each window"):
+                by_hand(sum_of, update, eager=eager)
+    right(sum_of, apply)
+
+
+@example("add needs the gradients of the sum that belongs to the weight")
+def gradients_of_a_mean(told: Told) -> None:
+    def mean(_pair: Any, outputs: Any, _hand: Hand) -> Any:
+        return tf.reduce_mean(tf.square(Y - outputs))
+
+    for eager in (False, True):
+        with told(tmg.errors.ReplicaDependenceWarning, "a pair whose sum was not differentiated"):
+            by_hand(mean, apply, eager=eager)
+    right(sum_of, apply)
+
+
+@example("A replica has only a part of the gradient: clipped parts")
+def clipping_in_a_replica(told: Told) -> None:
+    def clipped(gradients: Any) -> Any:
+        return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+    def clipped_alone(gradients: Any) -> Any:
+        return [tf.clip_by_norm(gradient, 0.1) for gradient in gradients]
+
+    for changed in (clipped, clipped_alone):
+        with told(tmg.errors.ReplicaDependenceWarning, r"window\.apply\(optimizer, clip_norm="):
+            by_hand(sum_of, apply, changed=changed)
+    right(sum_of, lambda hand: hand.window.apply(hand.optimizer, clip_norm=0.1))
+    right(sum_of, apply, optimizer=lambda: optimizer_of(global_clipnorm=0.1))
 
 
 @example("This call needs the gradient that was added over all replicas")

@@ -27,6 +27,7 @@ from lines.parts import (
     optimizer_of,
     step,
     strategy_of,
+    window,
 )
 
 BATCH = X, Y
@@ -569,6 +570,22 @@ def no_gradient_at_all(told: Told) -> None:
         by_forward(rounded)
     by_forward(mean_of)
 
+    def by_hand(*, inside: bool) -> None:
+        model = made()
+        accumulator = window(model.trainable_variables)
+
+        def replica() -> None:
+            outputs = None if inside else model(X)
+            with tf.GradientTape() as tape:
+                pair = tmg.loss_sum("mse", Y, model(X) if inside else outputs)
+            accumulator.add(tape.gradient(pair.sum, model.trainable_variables), pair)
+
+        strategy_of(2).run(replica)
+
+    with told(tmg.errors.LossError, "call the model inside it"):
+        by_hand(inside=False)
+    by_hand(inside=True)
+
 
 def one_used() -> Any:
     x = keras.Input((4,))
@@ -584,6 +601,18 @@ def no_gradient_of_some(told: Told) -> None:
     model = made(one_used)
     model.get_layer("unused").trainable = False
     step(model, ["mse", None])((X, [Y, None]))
+
+    def by_hand(variables: Any, *additions: Any) -> None:
+        accumulator = window(variables)
+        for gradients in additions:
+            strategy_of(2).run(accumulator.add, args=(gradients, 1.0))
+        accumulator.reduce()
+
+    kernel, bias = made().trainable_variables
+    with told():
+        by_hand([kernel, bias], [np.zeros((4, 2)), None])
+    by_hand([kernel], [np.zeros((4, 2))])
+    by_hand([kernel, bias], [np.zeros((4, 2)), None], [None, np.zeros(2)])
 
 
 @example("The model has no trainable variables")

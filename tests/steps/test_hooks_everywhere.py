@@ -21,7 +21,7 @@ from tfmultigpu.addons.verification.one_device import OneDevice
 from tfmultigpu.steps import Feature
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.predict import join_rows
-from tfmultigpu.steps.trace import place_of_user
+from tfmultigpu.user_code import place_of_user
 from tfmultigpu.strategies.attached import attached
 
 X, Y = map(tf.constant, normal_rows(7, 4, 2))

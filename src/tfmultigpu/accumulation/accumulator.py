@@ -7,11 +7,25 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
-from tfmultigpu.accumulation.losses import LossSum, division_of, is_fixed
+from tfmultigpu.accumulation.gradients import (
+    check_gradients,
+    check_reduced,
+    clip_gradients,
+    global_norm,
+    refuse_float8,
+    sum_dtype,
+    warn_of_clipped_part,
+    warn_of_variables,
+)
+from tfmultigpu.accumulation.loss_scale import LossScale
+from tfmultigpu.accumulation.losses import LossSum, is_fixed, use_of
+from tfmultigpu.accumulation.stages import REDUCED_BY_SCALED, Reduced, Stage, check_not_empty
 from tfmultigpu.accumulation.table_rows import is_table
-from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.strategies.collectives import REDUCED, adds_lists, sum_over_replicas
+from tfmultigpu.accumulation.update import apply_reduced_gradients
+from tfmultigpu.arguments import check_positive
+from tfmultigpu.errors import ReplicaDependenceWarning, ScopeError, TfMultiGpuError
+from tfmultigpu.lists import pick
+from tfmultigpu.strategies.collectives import adds_lists, sum_over_replicas
 from tfmultigpu.strategies.row_lists import (
     Gradient,
     as_tensor,
@@ -24,7 +38,8 @@ from tfmultigpu.strategies.row_lists import (
 )
 from tfmultigpu.strategies.scopes import check_scope, current_strategy, refuse_legacy_keras
 from tfmultigpu.strategies.topology import describe, tf_variable
-from tfmultigpu.types import KerasVariable, Scalar
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.user_code import warn
 
 _Sum: TypeAlias = Any  # A variable of TensorFlow with a value on each replica.
 
@@ -32,10 +47,10 @@ _Sum: TypeAlias = Any  # A variable of TensorFlow with a value on each replica.
 class GradientAccumulator:
     """Adds gradients and weights on each replica, and over the replicas once per window.
 
-    ``add`` takes gradients of loss *sums*, with the weights that divide them. ``reduce`` returns
-    the gradient of the mean over the whole window, however short. Sums are kept in at least
-    float32. Save checkpoints between windows, because TensorFlow spreads a restored sum evenly over
-    the replicas.
+    ``add`` takes gradients of loss *sums*, with the weights that divide them. ``apply`` updates by
+    the gradient of the mean over the whole window, however short; ``reduce`` returns that gradient.
+    Sums are kept in at least float32. Save checkpoints between windows, because TensorFlow spreads
+    a restored sum evenly over the replicas.
 
     Attributes:
         variables: The variables that the gradients are for, in order.
@@ -71,6 +86,8 @@ class GradientAccumulator:
         self._weights = _local_sum([2], tf.float64 if wide else tf.float32)
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
+        self._reached: set[int] = set()  # The numbers of variables with a gradient.
+        self._scaled: set[bool | None] = set()  # Whether losses were scaled; None if not known.
 
     def __repr__(self) -> str:
         """Returns what it adds gradients of, where, and how many micro-batches it holds."""
@@ -99,9 +116,10 @@ class GradientAccumulator:
 
         Raises:
             TypeError: The weight is missing.
+            LossError: All gradients are None.
             TfMultiGpuError: The number of gradients is not the number of variables; the call is
-                outside a replica; only some of the losses have ``reduction="sum"``; or the
-                accumulator was created under another strategy.
+                outside a replica; only some of the losses have ``reduction="sum"``, or a loss
+                scale; or the accumulator was created under another strategy.
         """
         if weight is None or isinstance(weight, str):
             raise TypeError(
@@ -118,7 +136,8 @@ class GradientAccumulator:
             )
         if self._context() is None:
             raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
-        fixed, division = is_fixed(weight), division_of(weight)
+        check_gradients(self.variables, gradients)
+        fixed, use = is_fixed(weight), use_of(weight)
         if self._fixed not in (None, fixed):
             raise TfMultiGpuError(
                 "The losses of one accumulator need one way to divide.",
@@ -127,10 +146,28 @@ class GradientAccumulator:
                 "Create an accumulator for each.",
             )
         self._fixed = fixed
+        scaled = None if use is None else use.scaled
+        if scaled is not None and (not scaled) in self._scaled:
+            raise TfMultiGpuError(
+                "The losses of one accumulator need one loss scale.",
+                "a loss that went through scale_loss and another, both in one accumulator",
+                "Differentiate scale.scale_loss(pair) of each, or create an accumulator for each.",
+            )
+        self._scaled.add(scaled)
+        if isinstance(weight, LossSum) and use is not None and not use.differentiated:
+            warn(
+                "add needs the gradients of the sum that belongs to the weight, which divides "
+                "them. Received: a pair whose sum was not differentiated. Gradients of a mean "
+                "would be divided twice. Write window.add(tape.gradient(pair.sum, variables), "
+                "pair); for other gradients give the number that divides them.",
+                ReplicaDependenceWarning,
+            )
 
-        for total, gradient in zip(self._sums, gradients, strict=True):
+        for number, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
             if gradient is not None:
-                total.add(gradient, _same if division is None else division.undo)
+                self._reached.add(number)
+                warn_of_clipped_part(gradient)
+                total.add(gradient, _same if use is None else use.undo)
 
         number = weight.weight if isinstance(weight, LossSum) else weight
         number = tf.cast(number, self._weights.dtype)
@@ -138,7 +175,59 @@ class GradientAccumulator:
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def reduce(self) -> tuple[list[Gradient], tf.Tensor]:
+    def apply(
+        self,
+        optimizer: KerasOptimizer,
+        *,
+        scale: LossScale | None = None,
+        clip_norm: float | None = None,
+    ) -> tuple[Scalar, Scalar]:
+        """Updates the variables once, outside of ``strategy.run``; empties the accumulator.
+
+        It calls in the order that is right: ``reduce``, ``scale.unscale``, ``clip_gradients``,
+        ``apply_reduced_gradients``, ``scale.update``.
+
+        Args:
+            optimizer: A Keras optimizer. If it is not built, it is built for these variables.
+            scale: The loss scale, if ``scale.scale_loss`` multiplied the losses. An update whose
+                gradient is not finite is then skipped: weights, slots and counters stay.
+            clip_norm: The largest norm of the gradient of the window; None clips nothing.
+
+        Returns:
+            The norm of the gradient before clipping, a scalar; and whether there was an update, a
+            bool scalar.
+
+        Raises:
+            TfMultiGpuError: The call is inside ``strategy.run``; nothing was added (inside a
+                ``tf.function`` an ``InvalidArgumentError`` of TensorFlow with the same text); the
+                losses carry a scale and ``scale`` is None, or the other way round; or the
+                optimizer is a ``LossScaleOptimizer`` and ``scale`` is None.
+            ScopeError: The optimizer was created outside the scope of the strategy.
+            ValueError: ``clip_norm`` is not a positive, finite number.
+        """
+        if self._context() is not None:
+            check_reduced("apply")
+        if clip_norm is not None:
+            check_positive("clip_norm", clip_norm, "To clip nothing, leave clip_norm out.")
+        with tf.control_dependencies(check_not_empty(self.count)):
+            gradients: list[Gradient] = self.reduce()[0]
+        where = None
+        if scale is not None:
+            gradients, where = scale.unscale(gradients)
+        if clip_norm is None:
+            norm = global_norm(gradients)
+        else:
+            gradients, norm = clip_gradients(gradients, clip_norm)
+            if where is not None:  # Clipping by a norm that overflows would make it NaN.
+                where &= tf.math.is_finite(norm)
+        apply_reduced_gradients(optimizer, gradients, self.variables, where=where)
+        if scale is None:
+            return norm, tf.constant(True)
+        scale.update(where)
+        return norm, where
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def reduce(self) -> Reduced:
         """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
 
         Returns:
@@ -146,7 +235,8 @@ class GradientAccumulator:
             window, a scalar of at least float32. Gradients have the variables' dtypes; for float16
             they are float32, because float16 may not hold them before ``unscale``. If only lists
             were added for a large table, its gradient is a list of unique rows, a
-            ``tf.IndexedSlices``.
+            ``tf.IndexedSlices``. ``unscale``, ``clip_gradients`` and ``apply_reduced_gradients``
+            know these tensors, and refuse a wrong order.
 
         Raises:
             TfMultiGpuError: The call is inside ``strategy.run``, or the accumulator was created
@@ -154,6 +244,10 @@ class GradientAccumulator:
         """
         if self._context() is not None:
             check_reduced("reduce")
+        if self._reached:
+            left = set(range(len(self.variables))) - self._reached
+            warn_of_variables(self.variables, pick(self.variables, sorted(left)))
+        count = self.count
         local = self._strategy.experimental_local_results
         # One list of sums for each replica, and at its end the weights.
         parts: list[list[Gradient]] = [[] for _ in local(self._weights)]
@@ -176,8 +270,15 @@ class GradientAccumulator:
                 is_float16 = tf.as_dtype(variable.dtype) == tf.float16
                 mean = mean if is_float16 else tf.cast(mean, variable.dtype)
                 gradients.append(with_values(rows, mean, variable.shape))
-                setattr(gradients[-1], REDUCED, True)
-        return gradients, weight
+        scaled = None
+        if True in self._scaled or self._scaled == {False}:
+            scaled = True in self._scaled
+        reduced = REDUCED_BY_SCALED[scaled](gradients, weight)
+        for gradient in gradients:
+            Stage(scaled, count=count).mark(gradient)
+        if not tf.inside_function():  # A function adds to later windows without a new trace.
+            self._scaled.clear()
+        return reduced
 
     def _context(self) -> Any:
         """The context of the replica that calls, None outside of ``strategy.run``."""

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.stages import check_scale_is_out, mark_as
 from tfmultigpu.arguments import check_positive
 from tfmultigpu.data.batch_format import cast_all
-from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.errors import LossError, ReplicaDependenceWarning, TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
 from tfmultigpu.types import Dtype, KerasVariable, Scalar
+from tfmultigpu.user_code import warn
 
 BY_HAND = (
     "Write in strategy.scope(): window = tmg.GradientAccumulator(variables); in the function given "
     "to strategy.run: window.add(tape.gradient(pair.sum, variables), pair), with pair = "
-    "tmg.loss_sum(loss, y, outputs); and after strategy.run: gradients, weight = window.reduce(); "
-    "tmg.apply_reduced_gradients(optimizer, gradients, variables)."
+    "tmg.loss_sum(loss, y, outputs); and after strategy.run: window.apply(optimizer), or "
+    "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
+    "variables)."
 )
+# The scopes of tf.clip_by_norm, tf.clip_by_global_norm and tf.clip_by_value.
+_CLIPPED = re.compile(r"(^|/)clip_by_(value|(global_|average_)?norm)")
 _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
 
 
@@ -41,7 +47,8 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
         have several.
 
     Raises:
-        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or the
+            gradients carry a loss scale: call ``scale.unscale`` first.
         ValueError: ``limit`` is not a positive, finite number.
 
     Example:
@@ -52,6 +59,7 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
     """
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
+    check_scale_is_out("clip_gradients", gradients)
     reduced: list[Gradient] = []
     for gradient in gradients:
         if gradient is None or getattr(gradient, REDUCED, False):
@@ -59,7 +67,7 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
         else:
             reduced.append(tf.convert_to_tensor(gradient))
     norm = global_norm(present(reduced))
-    return clipped(reduced, limit, norm), norm
+    return mark_as(gradients, clipped(reduced, limit, norm), clipped=True), norm
 
 
 def clipped(gradients: Sequence[Gradient], limit: float, norm: Scalar) -> list[Gradient]:
@@ -114,6 +122,49 @@ def check_reduced(name: str, gradients: Sequence[Gradient] = ()) -> None:
             f"{name} inside strategy.run, or with one value for each replica",
             BY_HAND,
         )
+
+
+def check_gradients(variables: Sequence[KerasVariable], gradients: Sequence[Gradient]) -> None:
+    """Checks that a gradient reaches any of the variables."""
+    if variables and not present(gradients):
+        raise LossError(
+            "No gradient reaches any trainable variable, so no step would change anything.",
+            f"variables {_paths(variables)[:5]}",
+            "Compute the loss from the model's outputs by operations that have a gradient: not by "
+            "tf.stop_gradient, tf.argmax, tf.round, a cast to integers or numpy. If you write the "
+            "tf.GradientTape, call the model inside it.",
+        )
+
+
+def warn_of_variables(variables: Sequence[KerasVariable], without: Sequence[KerasVariable]) -> None:
+    """Warns of variables without a gradient; Python shows a warning once for a line."""
+    if without:
+        warn(
+            "No gradient reaches some trainable variables, so they stay as they are. Received: "
+            f"variables {_paths(without)[:5]}. Look for an output without a loss or a "
+            "tf.stop_gradient; if it is meant, write layer.trainable = False."
+        )
+    if not variables:
+        warn("The model has no trainable variables: a step changes nothing. Received: trainable=[]")
+
+
+def warn_of_clipped_part(gradient: Gradient) -> None:
+    """Warns of a gradient that TensorFlow's functions clipped; only in a graph operations know."""
+    values = values_of(gradient)
+    if not tf.is_symbolic_tensor(values) or "gradient_tape/" in values.op.name:
+        return
+    if _CLIPPED.search(values.op.name):
+        warn(
+            "A replica has only a part of the gradient: clipped parts do not add up to the clipped "
+            f"gradient. Received: the result of {values.op.name!r}. Write after strategy.run: "
+            "window.apply(optimizer, clip_norm=limit); or set clipnorm, global_clipnorm or "
+            "clipvalue on the optimizer.",
+            ReplicaDependenceWarning,
+        )
+
+
+def _paths(variables: Sequence[KerasVariable]) -> list[str]:
+    return [getattr(variable, "path", variable.name) for variable in variables]
 
 
 def sum_dtype(dtype: Dtype) -> tf.DType:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
-from tfmultigpu.accumulation.losses import Division, LossSum, note_division
+from tfmultigpu.accumulation.losses import LossSum, Use, note_use, use_of
 from tfmultigpu.accumulation.shown import shown
+from tfmultigpu.accumulation.stages import check_to_unscale, mark_as
 from tfmultigpu.arguments import check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
-from tfmultigpu.strategies.row_lists import Gradient
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
+from tfmultigpu.strategies.collectives import REDUCED
+from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 
 # Windows of 16 batches are as many times larger, and the shard of another replica, which is not
 # known here, may have a row more: at most twice as many.
@@ -30,7 +32,7 @@ class LossScale:
     finite.
 
     Attributes:
-        scale: The scale, a float32 variable; a float if it is fixed.
+        growth_steps: Good steps after which the scale doubles; None if it is fixed.
         good_steps: Good steps since the scale changed, an integer variable; None if it is fixed.
 
     Example:
@@ -43,9 +45,11 @@ class LossScale:
     """
 
     growth_steps: int | None
-    scale: Scalar
     good_steps: Scalar
-    _division: Division | None = None  # The last one, until ``unscale`` has seen it undone.
+    _scale: Scalar
+    _use: Use | None = None  # Of the last pair, until ``unscale`` has seen its division undone.
+    _scaled_others = False  # Whether it may have multiplied a loss without a note on its pair.
+    _strategy: tf.distribute.Strategy | None = None
 
     def __init__(self, initial: float = 2.0**15, growth_steps: int | None = 2000) -> None:
         """Creates the variables of a dynamic scale; call it in ``strategy.scope()``.
@@ -65,30 +69,44 @@ class LossScale:
                 f"Received: initial={initial!r}. Write tmg.LossScale()."
             )
         initial = check_positive("initial", initial, "Write tmg.LossScale() for 2**15.")
-        self.growth_steps, self.scale, self.good_steps = None, initial, None
+        self._strategy = tf.distribute.get_strategy()
+        self.growth_steps, self._scale, self.good_steps = None, initial, None
         if growth_steps is not None:
             self.growth_steps = check_count("growth_steps", growth_steps, other="None")
-            self.scale = _variable("loss_scale", initial)
+            self._scale = _variable("loss_scale", initial)
             self.good_steps = _variable("good_steps", 0)
 
     def __repr__(self) -> str:
         """Returns the scale, and how many good steps are left until it doubles."""
         if self.growth_steps is None:
-            return f"<LossScale {shown(self.scale)}, fixed>"
+            return f"<LossScale {shown(self._scale)}, fixed>"
         good_steps = shown(tf.convert_to_tensor(self.good_steps))
         until = f"{good_steps} of {self.growth_steps} good steps until it doubles"
-        return f"<LossScale {shown(self.value())}, dynamic: {until}>"
+        return f"<LossScale {shown(self._value())}, dynamic: {until}>"
 
     @property
     def variables(self) -> list[KerasVariable]:
         """The variables that hold its state, for checkpoints; none if it is fixed."""
         if self.growth_steps is None:
             return []
-        return [self.scale, self.good_steps]
+        return [self._scale, self.good_steps]
+
+    @property
+    def scale(self) -> Scalar:
+        """The scale, a float32 variable; a float if it is fixed."""
+        context = tf.distribute.get_replica_context()
+        if context is not None:  # A replica may multiply by it, where no pair notes that.
+            several = context.num_replicas_in_sync > 1
+            if several or context.strategy is self._strategy:
+                self._scaled_others = True
+        return self._scale
 
     def value(self) -> Scalar:
         """Returns the scale for the next step, a float32 scalar."""
         return tf.convert_to_tensor(self.scale, tf.float32)
+
+    def _value(self) -> Scalar:
+        return tf.convert_to_tensor(self._scale, tf.float32)
 
     def scale_loss(self, loss: LossSum | Scalar) -> Scalar:
         """Returns what to differentiate: the scale times a mean, so that float16 can hold it.
@@ -104,8 +122,13 @@ class LossScale:
             A scalar. A pair is divided by its weight, the number of replicas and 32. That leaves as
             much room as ``make_train_step`` has with 16 micro-batches.
         """
+        use = use_of(loss)
         if not isinstance(loss, LossSum):
-            return loss * tf.cast(self.value(), loss.dtype)
+            if use is None:
+                self._scaled_others = True
+            else:
+                use.scaled = True
+            return loss * tf.cast(self._value(), loss.dtype)
         total = tf.convert_to_tensor(loss.sum)
         total = tf.cast(total, sum_dtype(total.dtype))
 
@@ -113,9 +136,13 @@ class LossScale:
         weight = tf.cast(tf.stop_gradient(loss.weight), total.dtype)
         replicas = getattr(tf.distribute.get_replica_context(), "num_replicas_in_sync", 1)
         divisor = tf.where(weight > 0, weight, tf.ones_like(weight)) * (replicas * _ROOM)
-        self._division = Division(divisor)
-        note_division(loss, self._division)
-        return total * (tf.cast(self.value(), total.dtype) / divisor)
+        if use is None:  # A pair of the user's.
+            use = Use()
+            note_use(loss, use)
+        use.scaled = True
+        use.divide(divisor)
+        self._use = use
+        return total * (tf.cast(self._value(), total.dtype) / divisor)
 
     def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
         """Divides gradients by the scale, and says whether all are finite.
@@ -128,11 +155,13 @@ class LossScale:
             The gradients, of at least float32; and whether all are finite, a bool scalar.
 
         Raises:
-            TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or
-                the window did not get the pair that was scaled.
+            TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; the
+                window did not get the pair that was scaled, or got none that was; or the gradients
+                were unscaled or clipped before.
         """
         check_reduced("unscale", gradients)
-        if self._division is not None and not self._division.undone:
+        check_to_unscale(gradients, has_scaled=self._scaled_others)
+        if self._use is not None and not self._use.undone:
             raise TfMultiGpuError(
                 "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
                 "gradient by that number again.",
@@ -140,13 +169,16 @@ class LossScale:
                 "Write window.add(gradients, pair); or, without a GradientAccumulator, scale a "
                 "mean over the rows of the global batch: scale.scale_loss(mean).",
             )
-        self._division = None  # It belongs to one trace.
+        self._use = None  # It belongs to one trace.
 
-        def divide(gradient: Gradient) -> Tensor:
-            tensor = tf.cast(tf.convert_to_tensor(gradient), sum_dtype(gradient.dtype))
-            return tensor / tf.cast(self.value(), tensor.dtype)
+        def divide(gradient: Gradient) -> Gradient:
+            if not hasattr(gradient, REDUCED):  # A list may have a row twice.
+                gradient = tf.convert_to_tensor(gradient)
+            values = values_of(gradient)
+            values = tf.cast(values, sum_dtype(values.dtype))
+            return with_values(gradient, values / tf.cast(self._value(), values.dtype))
 
-        divided = map_present(divide, gradients)
+        divided = mark_as(gradients, map_present(divide, gradients), unscaled=True)
         return divided, all_finite(present(divided))
 
     def update(self, finite: Scalar) -> None:
@@ -161,10 +193,10 @@ class LossScale:
         check_reduced("LossScale.update")
         if self.growth_steps is None:
             return
-        scale, good = tf.convert_to_tensor(self.scale), tf.convert_to_tensor(self.good_steps)
+        scale, good = self._value(), tf.convert_to_tensor(self.good_steps)
         grow = finite & (good >= self.growth_steps - 1)
         grown = tf.where(grow & tf.math.is_finite(scale * 2.0), scale * 2.0, scale)
-        self.scale.assign(tf.where(finite, grown, tf.maximum(scale * 0.5, 1.0)))
+        self._scale.assign(tf.where(finite, grown, tf.maximum(scale * 0.5, 1.0)))
         self.good_steps.assign(tf.where(finite & ~grow, good + 1, tf.zeros_like(good)))
 
 
@@ -173,7 +205,7 @@ class _KerasLossScale(LossScale):
 
     def __init__(self, optimizer: KerasOptimizer) -> None:
         self.growth_steps = optimizer.dynamic_growth_steps
-        self.scale, self.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
+        self._scale, self.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
 
 
 def _variable(name: str, value: float) -> tf.Variable:

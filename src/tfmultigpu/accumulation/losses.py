@@ -28,7 +28,7 @@ from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
-_FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
+_FIXED, _USE = "_tfmultigpu_fixed", "_tfmultigpu_use"
 
 
 class LossSum(NamedTuple):
@@ -72,37 +72,45 @@ def is_fixed(pair_or_weight: LossSum | Scalar) -> bool:
     return hasattr(pair_or_weight, _FIXED)
 
 
-class Division:
-    """The division that makes a sum as small as a mean, until its gradient is multiplied again.
+class Use:
+    """What was done with a pair of ``loss_sum``, or with the sum of one.
 
     Attributes:
-        undone: Whether a gradient was multiplied by the divisor.
+        differentiated: Whether the gradient of the sum was taken; True also if not known.
+        scaled: Whether a loss scale multiplied it.
+        undone: Whether a gradient was multiplied by the divisor, if there is one.
     """
 
-    def __init__(self, divisor: Scalar) -> None:
-        """Keeps a divisor, a scalar of at least float32, for one replica and one batch."""
-        self._divisor = divisor
-        self.undone = False
+    def __init__(self, *, differentiated: bool = True) -> None:
+        self.differentiated = differentiated
+        self.scaled = self.undone = False
+        self._divisor: Scalar = None
+
+    def divide(self, divisor: Scalar) -> None:
+        """Keeps what makes the sum as small as a mean: of one replica and one batch."""
+        self._divisor, self.undone = divisor, False
 
     def undo(self, gradient: Gradient) -> Gradient:
         """Returns a gradient of at least float32 times the divisor."""
         self.undone = True
+        if self._divisor is None:
+            return gradient
         return gradient * tf.cast(self._divisor, gradient.dtype)
 
 
-def note_division(pair: LossSum, division: Division) -> None:
-    """Notes what divides the sum of a pair, on it and on its weight, which may travel alone."""
+def note_use(pair: LossSum, use: Use) -> None:
+    """Notes the use of a pair on its sum and on its weight, which may travel alone."""
     for part in pair:
         with suppress(AttributeError):  # A number is not a tensor.
-            setattr(part, _DIVISION, division)
+            setattr(part, _USE, use)
 
 
-def division_of(pair_or_weight: LossSum | Scalar) -> Division | None:
-    """Returns the division of a pair, or of the weight of one; None if there was none."""
+def use_of(pair_or_part: LossSum | Scalar) -> Use | None:
+    """Returns the use of a pair, or of a part of one; None if it is not known."""
     # Several pairs may have one weight, so the sum decides where it is known.
-    if isinstance(pair_or_weight, LossSum):
-        pair_or_weight = pair_or_weight.sum
-    return getattr(pair_or_weight, _DIVISION, None)
+    if isinstance(pair_or_part, LossSum):
+        pair_or_part = pair_or_part.sum
+    return getattr(pair_or_part, _USE, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +169,18 @@ def loss_sum(
     if term.fixed:  # These add up to 1, also for who does not know the mark.
         factor = 1.0 / replicas if rows is None else tf.cast(rows.share(replicas), factor.dtype)
     weight = term.weight * factor
-    if replicas > 1 and rows is None:  # A step checks its weights and results by itself.
+    kind = FixedLossSum if term.fixed else LossSum
+    if rows is not None:  # A step checks its weights and results by itself.
+        return kind(total, weight)
+    watched = replicas > 1 or not tf.inside_function()  # TensorFlow keeps a watched graph for good.
+    use = Use(differentiated=not watched)
+    if replicas > 1:
         weight = _without_gradient(weight, total, _warn_of_means)
-    if term.fixed:
-        return FixedLossSum(total, weight)
-    return LossSum(total, weight)
+    if watched:
+        total = _noting_gradient(total, use)
+    pair = kind(total, weight)
+    note_use(pair, use)
+    return pair
 
 
 def _without_gradient(value: Scalar, loss: Tensor, refuse: Callable[[], None]) -> Tensor:
@@ -180,6 +195,20 @@ def _without_gradient(value: Scalar, loss: Tensor, refuse: Callable[[], None]) -
         return tf.identity(value), gradient
 
     return identity(value, loss)
+
+
+def _noting_gradient(total: Tensor, use: Use) -> Tensor:
+    """Returns a sum; taking its gradient notes that."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: Tensor) -> Tensor:
+        def gradient(upstream: Tensor) -> Tensor:
+            use.differentiated = True
+            return upstream
+
+        return tf.identity(value), gradient
+
+    return identity(total)
 
 
 def _warn_of_means() -> None:

@@ -13,6 +13,11 @@ from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Owned, Replicated
+from tfmultigpu.accumulation.stages import (
+    check_not_empty,
+    check_scale_is_out,
+    stages_of,
+)
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
@@ -111,14 +116,15 @@ def apply_reduced_gradients(
     Args:
         optimizer: A Keras optimizer. If it is not built, it is built for these variables.
         gradients: One for each variable, from ``GradientAccumulator.reduce``. They carry no loss
-            scale; the scale of the optimizer is ignored. None leaves a variable as it is.
+            scale: give them to ``LossScale.unscale`` first. None leaves a variable as it is.
         variables: The variables, in the same order.
         where: Whether to update, a bool scalar; None means yes. Without an update no slot and no
             counter changes.
 
     Raises:
-        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; or all
-            gradients are None.
+        TfMultiGpuError: It is called by one of several replicas, inside ``strategy.run``; all
+            gradients are None, or of a window to which nothing was added; they carry a loss scale;
+            or the optimizer has one, and they were not unscaled by a ``LossScale``.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
     Example:
@@ -139,6 +145,7 @@ def apply_reduced_gradients(
             f"no gradient for {len(variables)} variables",
             "Give gradients of a loss that depends on model.trainable_variables.",
         )
+    after = _check_stages(optimizer, [gradient for gradient, _ in pairs])
     update = update_of(optimizer)
     if update is None:
         strategy = getattr(tf_variable(variables[0]), "distribute_strategy", None)
@@ -149,14 +156,36 @@ def apply_reduced_gradients(
     taken = [_as_taken(update, *pair) for pair in pairs]
 
     def apply() -> tf.Tensor:
-        update.apply(taken, [variable for _, variable in pairs])
+        update.apply(taken, [variable for _, variable in pairs], after if where is None else ())
         return tf.constant(True)
 
     with lock_of(unwrap_optimizer(optimizer)):
         if where is None:
             apply()
         else:
-            tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
+            with tf.control_dependencies(after):
+                tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
+
+
+def _check_stages(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> list[tf.Operation]:
+    """Checks that gradients carry no loss scale; returns what the update is to wait for."""
+    check_scale_is_out("apply_reduced_gradients", gradients)
+    stages = stages_of(gradients)
+    unscaled = len(stages) == len(gradients) and all(stage.unscaled for stage in stages)
+    wraps = unwrap_optimizer(optimizer) is not optimizer
+    if not unscaled and (wraps or optimizer.loss_scale_factor is not None):
+        raise TfMultiGpuError(
+            "Of gradients by hand an optimizer that scales the loss cannot know whether they carry "
+            "its scale.",
+            f"{type(optimizer).__name__} with a loss scale, and gradients that no tmg.LossScale "
+            "has unscaled",
+            "Write in strategy.scope(): scale = tmg.LossScale(); in the replica, in place of "
+            "optimizer.scale_loss: target = scale.scale_loss(pair); and outside: "
+            "window.apply(optimizer, scale=scale).",
+        )
+    for stage in stages:
+        return check_not_empty(stage.count)
+    return []
 
 
 def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -> Gradient:

@@ -16,7 +16,6 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, names_of, pick, present
 from tfmultigpu.steps.outputs import Output, match_outputs
 from tfmultigpu.steps.tally import Layout, widest
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import (
     ForwardFunction,
@@ -31,6 +30,7 @@ from tfmultigpu.types import (
     Shard,
     Tensor,
 )
+from tfmultigpu.user_code import warn
 
 
 @dataclasses.dataclass(frozen=True)

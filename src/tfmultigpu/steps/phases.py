@@ -25,7 +25,12 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import global_norm, sum_dtype
+from tfmultigpu.accumulation.gradients import (
+    check_gradients,
+    global_norm,
+    sum_dtype,
+    warn_of_variables,
+)
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
@@ -37,12 +42,7 @@ from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
-from tfmultigpu.steps.trace import (
-    check_gradients,
-    may_not_be_linear,
-    noting_effects,
-    number_of_operations,
-)
+from tfmultigpu.steps.trace import may_not_be_linear, noting_effects, number_of_operations
 from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import is_list, row_list
@@ -320,7 +320,9 @@ def _correct(step: Training, trained: Sequence[Trained], corrections: Sequence[S
     for each in trained:
         with step.update.at(each.variable):
             each.finish(corrections)
-    check_gradients([each.variable for each in trained], [each.gradient for each in trained])
+    variables = [each.variable for each in trained]
+    check_gradients(variables, [each.gradient for each in trained])
+    warn_of_variables(variables, [each.variable for each in trained if each.gradient is None])
 
 
 def _gradient_of(trained: Sequence[Trained], trace: Trace) -> Gradient:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfmultigpu.steps.trace import warn
+from tfmultigpu.user_code import warn
 
 # What a trace depends on besides the batch, by name.
 Facts = Mapping[str, object]

@@ -1,23 +1,19 @@
-"""Finds in the trace of a step effects, new variables, and variables without a gradient."""
+"""Finds in the trace of a step effects and new variables."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
-from tfmultigpu.errors import LossError, ScopeError
+from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.assignments import deferred_here
-from tfmultigpu.types import Function, KerasVariable, Nested, Operation, Tensor
+from tfmultigpu.types import Function, KerasVariable, Nested, Operation
+from tfmultigpu.user_code import place_of_user
 
 
 @contextmanager
@@ -87,51 +83,3 @@ def may_not_be_linear(begin: int) -> bool:
     """
     operations = tf.compat.v1.get_default_graph().get_operations()
     return any(map(_compat.may_not_be_linear, operations[begin:]))
-
-
-def check_gradients(variables: list[KerasVariable], gradients: list[Tensor]) -> None:
-    """Tells which variables no gradient reaches; Python shows a warning once for a line."""
-    without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
-    if variables and len(without) == len(variables):
-        raise LossError(
-            "No gradient reaches any trainable variable, so no step would change anything.",
-            f"variables {without[:5]}",
-            "Compute the loss from the model's outputs by operations that have a gradient: not by "
-            "tf.stop_gradient, tf.argmax, tf.round, a cast to integers or numpy.",
-        )
-    if without:
-        warn(
-            "No gradient reaches some trainable variables, so they stay as they are. Received: "
-            f"variables {without[:5]}. Look for an output without a loss or a tf.stop_gradient; if "
-            "it is meant, write layer.trainable = False."
-        )
-    if not variables:
-        warn("The model has no trainable variables: a step changes nothing. Received: trainable=[]")
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user, as Python's ``skip_file_prefixes`` from version 3.12 on."""
-    _, level = _frame_of_user()
-    warnings.warn(message, category, stacklevel=level)
-
-
-def place_of_user() -> str:
-    """Returns the function of the user that is being traced, with its file and line."""
-    frame, _ = _frame_of_user()
-    if frame is None:
-        return "code without a name"
-    name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
-    return f"{name} (line {frame.f_lineno} of {Path(frame.f_code.co_filename).name})"
-
-
-# How names of files begin in this package; without the separator also those of tfmultigpu_more.
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = (OURS, *[f"{Path(str(one.__file__)).parent}{os.sep}" for one in (tf, keras)])
-
-
-def _frame_of_user() -> tuple[FrameType | None, int]:
-    """Returns the innermost frame of the user, and its ``stacklevel`` for the caller."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return frame, level

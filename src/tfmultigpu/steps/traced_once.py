@@ -30,12 +30,12 @@ from tfmultigpu._patch import patching, setting
 from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
-from tfmultigpu.steps.trace import OURS
 from tfmultigpu.steps.values import Shards, Trace
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import is_sharded, local_replicas
 from tfmultigpu.types import KerasModel
+from tfmultigpu.user_code import OURS
 
 # A small step gains nothing, and a call costs each replica of it some 0.1 ms.
 PAYS_FROM_VARIABLES = 30

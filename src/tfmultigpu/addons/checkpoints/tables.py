@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfmultigpu.addons.checkpoints.files import Arrays
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.other_states import OtherState, read_table, write_table
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import Untyped
+from tfmultigpu.user_code import warn
 
 Table: TypeAlias = Untyped  # Of these kinds, which types of TensorFlow leave out.
 Tables: TypeAlias = Mapping[str, Table]  # By the begin of the names of their arrays.

@@ -29,12 +29,12 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.slow import saying_if_slow
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
 from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
+from tfmultigpu.user_code import warn
 
 _Kind: TypeAlias = Literal["even", "uneven", "small"]  # Of a batch, by the rows of its replicas.
 

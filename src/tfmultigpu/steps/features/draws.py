@@ -34,9 +34,9 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.lists import pick
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
-from tfmultigpu.steps.trace import place_of_user
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.types import Function, Nested, Options, Scalar, SeedGenerator, Tensor
+from tfmultigpu.user_code import place_of_user
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # What unit numbers are added to, and multiplied by, where a replica counts on.

@@ -11,10 +11,10 @@ from tfmultigpu.accumulation.gradients import all_finite
 from tfmultigpu.accumulation.loss_scale import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.errors import PrecisionWarning
 from tfmultigpu.steps.features.feature import BoundStep, Feature
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.values import Gradient
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Scalar
+from tfmultigpu.user_code import warn
 
 
 class LossScaling(Feature):

@@ -1,0 +1,164 @@
+"""What was done to the gradients of a window: marks on their tensors, which say the next call.
+
+A tensor that other code computes from a gradient has no mark, and then nothing is claimed of it. A
+``tf.function`` returns new tensors, too, but keeps the class of what ``reduce`` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import ClassVar, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.data.graph_messages import GraphMessage
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import present
+from tfmultigpu.strategies.collectives import REDUCED
+from tfmultigpu.strategies.row_lists import Gradient
+from tfmultigpu.types import Scalar
+
+_ORDER = (
+    "Write window.apply(optimizer, scale=scale, clip_norm=limit), which keeps the order; or in "
+    "this order: gradients, finite = scale.unscale(window.reduce()[0]); gradients, norm = "
+    "tmg.clip_gradients(gradients, limit); tmg.apply_reduced_gradients(optimizer, gradients, "
+    "variables, where=finite); scale.update(finite)."
+)
+_EMPTY = GraphMessage(
+    "Nothing was added to the window since it was emptied, and an update would move weights by "
+    "momentum and weight decay alone.",
+    "",
+    "Update only if window.count is not 0, and call reduce once for each window.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is known of a gradient of the global batch.
+
+    Attributes:
+        scaled: Whether a loss scale multiplied the losses of its window; None if not known.
+        unscaled: Whether it was divided by the loss scale.
+        clipped: Whether it was clipped.
+        count: How many micro-batches its window held, an int or a tensor; None if not known.
+    """
+
+    scaled: bool | None = None
+    unscaled: bool = False
+    clipped: bool = False
+    count: Scalar = None
+
+    def mark(self, gradient: Gradient) -> None:
+        """Marks a gradient; ``tf.nest`` also makes lists of specs and numbers."""
+        with suppress(AttributeError):
+            setattr(gradient, REDUCED, self)
+
+
+class Reduced(NamedTuple):
+    """What ``GradientAccumulator.reduce`` returns.
+
+    Attributes:
+        gradients: The gradient of each variable: a tensor, or a list of unique rows.
+        weight: The weight of the window, a scalar.
+    """
+
+    gradients: list[Gradient]
+    weight: tf.Tensor
+
+
+class OfUnknownLosses(Reduced):
+    """Gradients of which it is not known whether a loss scale multiplied the losses."""
+
+    scaled: ClassVar[bool | None] = None
+
+    def __new__(cls, gradients: list[Gradient], weight: tf.Tensor) -> OfUnknownLosses:
+        """Marks the gradients."""
+        for gradient in gradients:
+            Stage(cls.scaled).mark(gradient)
+        return super().__new__(cls, gradients, weight)
+
+
+class OfScaledLosses(OfUnknownLosses):
+    """Gradients of losses that a loss scale multiplied."""
+
+    scaled = True
+
+
+class OfPlainLosses(OfUnknownLosses):
+    """Gradients of losses that no loss scale multiplied."""
+
+    scaled = False
+
+
+REDUCED_BY_SCALED: dict[bool | None, type[OfUnknownLosses]] = {
+    None: OfUnknownLosses,
+    True: OfScaledLosses,
+    False: OfPlainLosses,
+}
+
+
+def stages_of(gradients: Sequence[Gradient]) -> list[Stage]:
+    """Returns the stage of each gradient that is marked."""
+    return present([getattr(gradient, REDUCED, None) for gradient in gradients])
+
+
+def mark_as(
+    before: Sequence[Gradient], after: Sequence[Gradient], **changes: bool
+) -> list[Gradient]:
+    """Marks gradients that were computed from others, with what has changed; returns them."""
+    for old, new in zip(before, after, strict=True):
+        dataclasses.replace(getattr(old, REDUCED, None) or Stage(), **changes).mark(new)
+    return list(after)
+
+
+def check_scale_is_out(name: str, gradients: Sequence[Gradient]) -> None:
+    """Checks that no gradient is known to carry a loss scale still."""
+    for stage in stages_of(gradients):
+        if stage.scaled and not stage.unscaled:
+            raise TfMultiGpuError(
+                "The gradients still carry the loss scale.", f"{name} before scale.unscale", _ORDER
+            )
+
+
+def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> None:
+    """Checks that gradients may carry a loss scale, and were not clipped with it.
+
+    Args:
+        gradients: The gradients that are to be divided.
+        has_scaled: Whether the scale may have multiplied the losses where no pair notes it.
+    """
+    for stage in stages_of(gradients):
+        if stage.unscaled:
+            raise TfMultiGpuError(
+                "The gradients were divided by the loss scale before.",
+                "unscale for the second time",
+                _ORDER,
+            )
+        if stage.clipped:
+            raise TfMultiGpuError(
+                "The gradients were clipped with the loss scale in them, to a norm that is as many "
+                "times too small.",
+                "unscale after clip_gradients",
+                _ORDER,
+            )
+        if stage.scaled is False and not has_scaled:
+            raise TfMultiGpuError(
+                "The losses were not multiplied by the loss scale, so the update would be as many "
+                "times too small.",
+                "gradients of pair.sum",
+                "Differentiate the scaled loss: target = scale.scale_loss(pair); "
+                "window.add(tape.gradient(target, variables), pair).",
+            )
+
+
+def check_not_empty(count: Scalar) -> list[tf.Operation]:
+    """Checks that a window was not empty; returns an assertion if a graph has to find out."""
+    if count is None:
+        return []
+    if tf.is_symbolic_tensor(count):
+        return [tf.debugging.assert_positive(count, message=_EMPTY.text)]
+    if not int(count):
+        raise _EMPTY.as_error(TfMultiGpuError)
+    return []
