@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 from tfmultigpu.accumulation.losses import Division, LossSum, note_division
 from tfmultigpu.accumulation.shown import shown
-from tfmultigpu.arguments import check_count, check_positive
+from tfmultigpu.arguments import brief, check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.row_lists import Gradient
@@ -62,7 +62,7 @@ class LossScale:
         if isinstance(initial, str):
             raise ValueError(
                 "A LossScale is dynamic unless growth_steps is None, and begins at a number. "
-                f"Received: initial={initial!r}. Write tmg.LossScale()."
+                f"Received: initial={brief(initial)}. Write tmg.LossScale()."
             )
         initial = check_positive("initial", initial, "Write tmg.LossScale() for 2**15.")
         self.growth_steps, self.scale, self.good_steps = None, initial, None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_callable
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
@@ -359,6 +360,7 @@ def as_loss(loss: Loss) -> KerasLoss:
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known
+    check_callable("loss", known, "y_true", "y_pred", write=_LOSS)
     name = re.sub(r"\W", "", getattr(known, "__name__", type(known).__name__))
     # As ``compile`` does. Keras has no public name for this class, and opens a scope of the name.
     return keras.losses.MeanSquaredError.__base__(known, name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
@@ -126,7 +126,7 @@ def make_train_step(
     check_kinds(passes.model, strategy, optimizer)
     if not isinstance(shard_update, bool) and shard_update != "auto":
         raise ValueError(
-            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+            f"shard_update is True, False or 'auto'. Received: shard_update={brief(shard_update)}."
         )
     counts = micro_batches if isinstance(micro_batches, (list, tuple)) else [micro_batches]
     parts = max(check_count("micro_batches", count, error=ValueError) for count in counts)
@@ -237,7 +237,7 @@ def check_verify(verify: bool | str) -> None:
     """Checks the argument ``verify`` of a step."""
     if not isinstance(verify, bool) and verify not in ("first", "gradients"):
         raise ValueError(
-            f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
+            f"verify is 'first', True, False or 'gradients'. Received: verify={brief(verify)}."
         )
 
 

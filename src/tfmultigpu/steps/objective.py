@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import keras
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.losses import LossSum, LossTerm, as_loss, is_fixed, loss_term
 from tfmultigpu.data.batch_format import cast_all, count_rows, unpack_batch
@@ -31,6 +32,9 @@ from tfmultigpu.types import (
     Shard,
     Tensor,
 )
+
+
+_FORWARD = "def forward(model, batch, training), which returns tmg.loss_sum(loss, y, outputs)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +83,13 @@ class Forward:
         variables: Sequence[KerasVariable] | None = None,
     ) -> Forward:
         """Creates a forward pass from the arguments of a step."""
-        if forward is not None and (loss is not None or not callable(forward)):
+        if forward is not None:
+            check_callable("forward", forward, "model", "batch", "training", write=_FORWARD)
+        if forward is not None and loss is not None:
             raise LossError(
                 "Give either a loss, or forward=f(model, batch, training), which returns the "
                 "LossSum itself.",
-                f"loss={loss!r} and forward={forward!r}",
+                f"loss={brief(loss)} and forward={brief(forward)}",
             )
         objective = loss
         if not isinstance(loss, Objective):
@@ -251,7 +257,7 @@ def _term_of_forward(result: Nested) -> LossTerm:
         raise LossError(
             "forward returns a sum over its rows and the weight that divides it, so that replicas "
             "can be added.",
-            repr(result),
+            brief(result),
             "Return tmg.loss_sum(loss, y_true, y_pred) or tmg.LossSum(tf.reduce_sum(values), "
             "count). For the logs of fit update a keras.metrics.Mean in it, an attribute of the "
             "model.",

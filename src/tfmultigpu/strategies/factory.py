@@ -10,6 +10,7 @@ from numbers import Real
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
@@ -108,7 +109,7 @@ def create_strategy(
     if isinstance(startup_timeout, bool) or not startup_timeout > 0:
         raise ValueError(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
-            f"Received: startup_timeout={startup_timeout!r}."
+            f"Received: startup_timeout={brief(startup_timeout)}."
         )
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief
 from tfmultigpu.errors import ScopeError, StrategyUnavailableError, TfMultiGpuError
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import (
@@ -97,7 +98,7 @@ def _check_strategy(strategy: object) -> None:
 
 def _check(name: str, value: object, kind: type, what: str, line: str) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {what}. Received: {value!r}. Write {name} = {line}.")
+        raise TypeError(f"{name} must be a {what}. Received: {brief(value)}. Write {name} = {line}.")
 
 
 def current_strategy(

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import kept_loss_scales, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
@@ -66,7 +67,7 @@ class RunVariables:
             if (model, optimizer) != (None, None) or not is_step:
                 raise TypeError(
                     "train_step must come from tmg.make_train_step or tmg.chain_steps, in place of "
-                    f"model and optimizer. Received: train_step={train_step!r} and model={model!r}."
+                    f"model and optimizer. Received: train_step={brief(train_step)} and model={brief(model)}."
                     " Write tmg.Checkpoints(directory, train_step=step)."
                 )
             parts = [(step.model, step.optimizer) for step in train_step.train_steps]
@@ -264,7 +265,7 @@ def _extra_variables(owners: Mapping[str, object]) -> dict[str, list[KerasVariab
         if not all(_is_number(tf_variable(variable)) for variable in variables):
             raise TypeError(
                 f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "
-                f'{owner!r}}}. Write extra={{"accuracy": metric}}, or give a list of '
+                f'{brief(owner)}}}. Write extra={{"accuracy": metric}}, or give a list of '
                 "variables; for several steps, train_step=tmg.chain_steps(first, second)."
             )
     return groups

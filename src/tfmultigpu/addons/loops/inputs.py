@@ -15,7 +15,7 @@ from tfmultigpu.addons.loops.cache import get_or_make
 from tfmultigpu.addons.loops.class_weights import weighting
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.batch_format import count_rows, digest
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
@@ -256,7 +256,7 @@ def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading)
         if value is not None:
             raise DataError(
                 f"The data is already distributed, so {name} cannot be applied.",
-                f"{name}={value!r}",
+                f"{name}={brief(value)}",
                 f"Give the dataset itself, or leave {name} out.",
             )
     return data

@@ -14,6 +14,7 @@ import keras
 from tfmultigpu import _compat
 from tfmultigpu._patch import ignoring_warnings, lock_of
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
+from tfmultigpu.arguments import brief
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.types import Function, KerasModel, Nested, Options
 
@@ -166,7 +167,7 @@ def check_names(
         if name in compiled:
             line = f"Write model.compile(..., {name}=...), in the scope of the strategy."
         raise TypeError(
-            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. {line}"
+            f"{function} has no argument {name!r}. Received: {name}={brief(arguments[name])}. {line}"
         )
 
 

@@ -17,7 +17,7 @@ from tfmultigpu._patch import lock_of, wrap_for_good
 from tfmultigpu.addons.sharding import _private, tables
 from tfmultigpu.addons.sharding.loads import AT_LEAST, Limits, Loads
 from tfmultigpu.addons.sharding.reads import ShardedReads
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
@@ -293,7 +293,7 @@ def memory_of_devices(
     if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
         raise DataError(
             "memory has a positive number of bytes for each device of the strategy.",
-            f"memory={memory!r} for {', '.join(names)}",
+            f"memory={brief(memory)} for {', '.join(names)}",
         )
     return tuple(given[name] for name in names)
 

@@ -18,7 +18,7 @@ from tfmultigpu.addons.testing.differences import (
     tell,
 )
 from tfmultigpu.addons.testing.reference import OneDevice, Training
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
@@ -124,7 +124,7 @@ def assert_replica_invariant(
     """
     counts = [check_count("replicas", count) for count in np.atleast_1d(replicas)]
     if not counts or not tolerance >= 0:
-        raise ValueError(f"Received: replicas={replicas!r}, tolerance={tolerance!r}.")
+        raise ValueError(f"Received: replicas={brief(replicas)}, tolerance={brief(tolerance)}.")
 
     def allowed(quantity: str) -> float:
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
@@ -167,7 +167,7 @@ def _refuse_options(alone: Mapping[str, object]) -> None:
         if value is not None:
             raise TypeError(
                 "A function that takes the strategy trains and predicts by itself. Received: "
-                f"{name}={value!r}. Leave {name} out, and write it inside the function."
+                f"{name}={brief(value)}. Leave {name} out, and write it inside the function."
             )
 
 
