@@ -45,8 +45,9 @@ def test_metrics_whose_names_depend_on_shapes_and_metrics_that_are_arrays() -> N
 
     arrays = X, np.eye(3, dtype="float32")[KIND]
     model, truth = pair(2, classifier, compiled)
-    expected, logs = in_one_batch(truth, *arrays), tmg.evaluate(
-        model, arrays, batch_size=5, return_dict=True
+    expected, logs = (
+        in_one_batch(truth, *arrays),
+        tmg.evaluate(model, arrays, batch_size=5, return_dict=True),
     )
     assert list(logs) == list(expected)
     for name, value in expected.items():

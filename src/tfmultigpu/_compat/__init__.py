@@ -9,6 +9,7 @@ from tfmultigpu._compat.keras_callbacks import profiles_batches, set_by_loops
 from tfmultigpu._compat.keras_compiled import (
     compile_arguments,
     compiled_metrics,
+    division_of_losses,
     waits_for_shapes,
     without_building,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "configure_coordination",
     "custom_gradients",
     "data_adapter",
+    "division_of_losses",
     "expand_slurm",
     "global_seeds",
     "graphs_inside",

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import brief
 from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.losses import LossSum, division_of, is_fixed
 from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.arguments import brief
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import REDUCED, adds_lists, sum_over_replicas
 from tfmultigpu.strategies.row_lists import (
@@ -107,8 +107,8 @@ class GradientAccumulator:
         if weight is None or isinstance(weight, str):
             raise TypeError(
                 "add needs the weight by which the sum of these losses is to be divided: replicas "
-                f"and micro-batches need not have the same. Received: weight={brief(weight)}. Write "
-                "accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
+                f"and micro-batches need not have the same. Received: weight={brief(weight)}. "
+                "Write accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
                 "pair = tmg.loss_sum(loss, y, outputs); or give the number of rows in the sum."
             )
         if len(gradients) != len(self.variables):

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_callable
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.accumulation.number_of_losses import one_for_each_row
 from tfmultigpu.accumulation.shown import shown
+from tfmultigpu.arguments import check_callable
 from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
@@ -30,6 +30,7 @@ from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _DIVISION = "_tfmultigpu_fixed", "_tfmultigpu_division"
+_LOSS = "def loss(y_true, y_pred), which returns one value per example; or a name, loss='mse'."
 
 
 class LossSum(NamedTuple):
@@ -117,6 +118,7 @@ class LossTerm:
     name: str | None = None  # The output.
     factor: float = 1.0  # The loss weight of the output.
     added: bool = False  # Whether a layer added it, by ``add_loss``.
+    reads_weights: bool = True  # Whether the sample weights of the batch, if any, reach it.
 
 
 def loss_sum(

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu.data.batch_format import any_rows, lists_to_tuples
 from tfmultigpu.errors import DataError
 from tfmultigpu.types import Array, BatchSpec, Data, Function, Shard, Tensor
@@ -144,7 +144,8 @@ class Reader:
         for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
             if getattr(spec, "dtype", None) != getattr(leaf, "dtype", None):
                 raise DataError(
-                    "The batches of the generator differ in their types.", f"{brief(leaf)}, after {spec}"
+                    "The batches of the generator differ in their types.",
+                    f"{brief(leaf)}, after {spec}",
                 )
         return batch
 

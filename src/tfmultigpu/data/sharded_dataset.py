@@ -14,7 +14,13 @@ from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.passes import read_over
-from tfmultigpu.data.preprocessing import Preprocessing, divide_own_rows, draw_seed, takes_seed
+from tfmultigpu.data.preprocessing import (
+    Preprocessing,
+    check_preprocess,
+    divide_own_rows,
+    draw_seed,
+    takes_seed,
+)
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.shares import replica_shares

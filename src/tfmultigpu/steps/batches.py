@@ -186,7 +186,7 @@ class BatchFunction:
                 "The batch was distributed for another strategy than the step was made for.",
                 f"{type(leaf).__name__} for {type(self.strategy).__name__} with "
                 f"{self.strategy.num_replicas_in_sync} replica(s)",
-                "Give both the same strategy: make_train_step(..., strategy).",
+                "Write tmg.distribute_dataset(dataset, step.strategy).",
             )
         return parts
 

@@ -121,9 +121,9 @@ def make_train_step(
         "variables": variables and [variable.path for variable in variables],
     }  # fmt: skip
     check_backend(model, optimizer, loss, metrics)
+    check_kinds(model, strategy, optimizer)
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
-    check_kinds(passes.model, strategy, optimizer)
     if not isinstance(shard_update, bool) and shard_update != "auto":
         raise ValueError(
             f"shard_update is True, False or 'auto'. Received: shard_update={brief(shard_update)}."
@@ -192,9 +192,9 @@ def make_eval_step(
         5.0
     """
     check_backend(model, loss, metrics)
+    check_kinds(model, strategy)
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
-    check_kinds(passes.model, strategy)
     parts = _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
@@ -226,8 +226,8 @@ def make_predict_step(
         TensorShape([5, 2])
     """
     check_backend(model)
-    strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
+    strategy = current_strategy(strategy, "make_predict_step", model)
     return PredictStep(
         model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     ).bind()

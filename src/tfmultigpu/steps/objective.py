@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu.arguments import brief, check_callable
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.losses import LossSum, LossTerm, as_loss, is_fixed, loss_term
+from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu.data.batch_format import cast_all, count_rows, unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, names_of, pick, present
@@ -32,7 +33,6 @@ from tfmultigpu.types import (
     Shard,
     Tensor,
 )
-
 
 _FORWARD = "def forward(model, batch, training), which returns tmg.loss_sum(loss, y, outputs)."
 
@@ -114,7 +114,9 @@ class Forward:
         outputs: list[Output] = []
         with self._recording_added_losses() as added:
             if self.forward is not None:
-                terms.append(_term_of_forward(self.forward(self.model, shard, training)))
+                term = _term_of_forward(self.forward(self.model, shard, training))
+                reads = _reads_weights(shard, term)
+                terms.append(dataclasses.replace(term, reads_weights=reads))
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -135,11 +137,22 @@ class Forward:
         """Yields a list of what the layers of the model add, also for activity regularizers.
 
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
-        and read each other's losses. A ``forward`` that reads it gets a warning.
+        and read each other's losses. A ``forward`` that reads it gets a warning. In a
+        ``compute_loss`` they are zeros: it adds them, and so does the step.
         """
         # The model may be a weak reference, of which a bound method has the object itself.
         own = set(map(id, all_layers(self.model.add_loss.__self__)))
         added: list[Tensor] = []
+        computing: list[KerasModel] = []
+
+        def compute(
+            original: Function, model: KerasModel, *args: object, **kwargs: object
+        ) -> Tensor:
+            computing.append(model)
+            try:
+                return original(model, *args, **kwargs)
+            finally:
+                computing.pop()
 
         def add(original: Function, layer: KerasLayer, losses: Loss) -> Tensor:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
@@ -148,6 +161,8 @@ class Forward:
 
         def read(original: Function, layer: KerasLayer) -> Tensor:
             losses = original(layer)
+            if computing:
+                return [tf.zeros_like(loss) for loss in losses]
             if losses and self.forward is not None and id(layer) in own:
                 warn(
                     "forward reads the losses of the model, which the step adds by itself: the "
@@ -158,8 +173,27 @@ class Forward:
             return losses
 
         layers = keras.layers.Layer
-        with patching(layers, "add_loss", add), patching(layers, "losses", read):
+        computes = patching(self.model.__class__, "compute_loss", compute)
+        with patching(layers, "add_loss", add), patching(layers, "losses", read), computes:
             yield added
+
+
+@contextmanager
+def undivided_losses() -> Iterator[None]:
+    """Has losses of Keras return the mean of the rows that they get, as on one device.
+
+    Keras divides it by the replicas too, for loops that add the gradients of means. A step divides
+    what its replicas have added.
+    """
+
+    def keep(_: Function, value: Tensor) -> Tensor:
+        return value
+
+    module, names = _compat.division_of_losses()
+    with ExitStack() as contexts:
+        for name in names:
+            contexts.enter_context(patching(module, name, keep))
+        yield
 
 
 def stack(terms: Sequence[LossTerm], row_weight: Scalar) -> tf.Tensor:
@@ -250,6 +284,24 @@ def _term_of_added(value: Tensor, rows: Scalar) -> LossTerm:
         return LossTerm(total, tf.ones_like(total), fixed=True, added=True)
     rows = tf.cast(rows, value.dtype)
     return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)
+
+
+def _reads_weights(shard: Shard, term: LossTerm) -> bool:
+    """Returns whether the third part of a batch, if it has one, reaches a loss; in a graph."""
+    if not isinstance(shard, tuple) or len(shard) != 3 or shard[2] is None:
+        return True
+    ends = {id(tensor) for tensor in tf.nest.flatten([term.sum, term.weight])}
+    waiting = tf.nest.flatten(shard[2], expand_composites=True)
+    reached: dict[int, Tensor] = {}
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) in ends:
+            return True
+        if id(tensor) not in reached:
+            reached[id(tensor)] = tensor
+            for operation in tensor.consumers():
+                waiting += operation.outputs
+    return False
 
 
 def _term_of_forward(result: Nested) -> LossTerm:

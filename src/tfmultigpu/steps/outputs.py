@@ -11,8 +11,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmultigpu.arguments import brief
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import present

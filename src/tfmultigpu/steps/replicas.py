@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
+from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
@@ -101,7 +102,7 @@ def on_replicas(
 @contextmanager
 def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
     """Enters, on a replica, the contexts in which the code of the user is traced."""
-    with short_sums(), standing_at(rows), ExitStack() as contexts:
+    with short_sums(), standing_at(rows), undivided_losses(), ExitStack() as contexts:
         if step.strategy.num_replicas_in_sync > 1:
             contexts.enter_context(refusing_new_variables())
         for feature in step.features:

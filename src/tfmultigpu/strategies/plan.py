@@ -108,7 +108,8 @@ def choose(
             elif name == "prefer" and (not isinstance(value, str) or ":" in value):
                 line = f"Write create_strategy(devices={value!r})."  # As the first argument.
             raise ValueError(
-                f"{name} must be one of {', '.join(choices)}. Received: {name}={brief(value)}. {line}"
+                f"{name} must be one of {', '.join(choices)}. Received: {name}={brief(value)}. "
+                f"{line}"
             )
     names = _named_devices(facts, devices)
     chosen: tuple[str, _Offer] | None = None

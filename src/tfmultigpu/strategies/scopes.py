@@ -74,14 +74,29 @@ def check_kinds(model: KerasModel, strategy: object, *optimizers: KerasOptimizer
     import keras
 
     refuse_legacy_keras(model, *optimizers)
+    if isinstance(model, tf.distribute.Strategy):
+        raise TypeError(
+            f"The model comes first, and the strategy later. Received: model={brief(model)}. Write "
+            "their names: model=model, strategy=strategy."
+        )
     _check("model", model, keras.layers.Layer, "Keras model", "keras.Sequential([...])")
     _check_strategy(strategy)
     for optimizer in optimizers:
-        kind, line = keras.optimizers.Optimizer, "keras.optimizers.Adam(1e-3)"
-        _check("optimizer", optimizer, kind, "Keras optimizer", line)
+        check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: KerasOptimizer) -> None:
+    """Checks that an optimizer is one of Keras, not its name."""
+    import keras
+
+    refuse_legacy_keras(optimizer)
+    kind, line = keras.optimizers.Optimizer, "keras.optimizers.Adam(1e-3)"
+    _check("optimizer", optimizer, kind, "Keras optimizer", line)
 
 
 def _check_strategy(strategy: object) -> None:
+    if strategy is None:  # The current one.
+        strategy = tf.distribute.get_strategy()
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
     distribute: Untyped = tf.distribute
@@ -98,7 +113,9 @@ def _check_strategy(strategy: object) -> None:
 
 def _check(name: str, value: object, kind: type, what: str, line: str) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {what}. Received: {brief(value)}. Write {name} = {line}.")
+        raise TypeError(
+            f"{name} must be a {what}. Received: {brief(value)}. Write {name} = {line}."
+        )
 
 
 def current_strategy(

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.arguments import brief
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import kept_loss_scales, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
@@ -26,6 +25,7 @@ from tfmultigpu.addons.checkpoints.tables import (
     read_tables,
     write_tables,
 )
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import COUNTER, check_values_alike
@@ -67,11 +67,16 @@ class RunVariables:
             if (model, optimizer) != (None, None) or not is_step:
                 raise TypeError(
                     "train_step must come from tmg.make_train_step or tmg.chain_steps, in place of "
-                    f"model and optimizer. Received: train_step={brief(train_step)} and model={brief(model)}."
-                    " Write tmg.Checkpoints(directory, train_step=step)."
+                    f"model and optimizer. Received: train_step={brief(train_step)} and "
+                    f"model={brief(model)}. Write tmg.Checkpoints(directory, train_step=step)."
                 )
             parts = [(step.model, step.optimizer) for step in train_step.train_steps]
             model, optimizer = parts[0]
+        if model is None:
+            raise TypeError(
+                "Checkpoints save a model with its optimizer, or a train step. Received: model=None"
+                " and train_step=None. Write tmg.Checkpoints(directory, model, model.optimizer)."
+            )
         strategy = strategy_of(model)
         check_kinds(model, strategy, *([] if optimizer is None else [optimizer]))
         self._optimizer, self._step = optimizer, train_step

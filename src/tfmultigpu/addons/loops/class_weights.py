@@ -33,8 +33,8 @@ def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, S
             raise DataError(
                 "Class weights and sample weights cannot be combined, and class weights are for "
                 "one output.",
-                f"class_weight={brief(weights)}, labels of shape {_shapes_of(y)}, sample weights of "
-                f"shape {_shapes_of(sample_weight)}",
+                f"class_weight={brief(weights)}, labels of shape {_shapes_of(y)}, sample weights "
+                f"of shape {_shapes_of(sample_weight)}",
                 "Give sample weights for each output: (x, y, sample_weight).",
             )
         if y.shape.rank > 1 and y.shape[-1] > 1:

@@ -76,8 +76,8 @@ def evaluate(
     Returns:
         What ``model.evaluate`` of Keras returns: the loss, or a list of the loss and the metrics.
         With ``return_dict=True`` a dict of them by name, with the loss of each output if there are
-        several. Values are floats, or arrays if the result of a metric is an array. Each loss is its sum over all data, divided once, as if the data were one
-        batch.
+        several. Values are floats, or arrays if the result of a metric is an array. Each loss is
+        its sum over all data, divided once, as if the data were one batch.
 
     Raises:
         LossError: The model is not compiled; it replaces ``test_step`` or another method that

@@ -61,7 +61,9 @@ class Hooks:
         add_history: bool = False,
     ) -> None:
         if verbose not in (0, 1, 2, "auto"):
-            raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={brief(verbose)}.")
+            raise ValueError(
+                f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={brief(verbose)}."
+            )
         self.model, self.strategy = model, strategy
         self.exchange = WorkerExchange(strategy)
         shown = verbose if self.exchange.is_chief else 0

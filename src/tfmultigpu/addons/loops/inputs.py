@@ -185,7 +185,15 @@ def _feed_of_batches(strategy: tf.distribute.Strategy, data: Data, reading: Read
         batches.pass_over(epoch)
     if reading.purpose == "prediction" and batches.reader is not None:
         batches.reader.owe_no_end()  # As in Keras, whose fit and evaluate begin with an end.
-    return Feed(data, batches, per_pass, reading.steps, continues=reading.trains, position=position)
+    return Feed(
+        data,
+        batches,
+        per_pass,
+        reading.steps,
+        continues=reading.trains,
+        position=position,
+        weights="" if reading.class_weight is None else "class_weight",
+    )
 
 
 def _feed_of_arrays(
@@ -230,7 +238,15 @@ def _feed_of_arrays(
         continues=reading.trains,
         repeats=True,
         description=description,
+        weights=_weights_of(data, reading),
     )
+
+
+def _weights_of(data: Data, reading: Reading) -> str:
+    """Returns which argument gives arrays their sample weights."""
+    if reading.class_weight is not None:
+        return "class_weight"
+    return "sample_weight" if isinstance(data, tuple) and len(data) == 3 else ""
 
 
 def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading) -> ShardedDataset:
@@ -249,7 +265,8 @@ def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading)
         raise DataError(
             "The data was distributed for another strategy than the model's.",
             f"data for {describe(data.strategy)}; a model of {describe(strategy)}",
-            "Give the dataset itself, or write tmg.distribute_dataset(dataset, strategy).",
+            "Give the dataset itself, tmg.fit(model, dataset). If a notebook cell has made the "
+            "strategy anew, it is another one: create the model in its scope again.",
         )
     arguments = {"batch_size": batch_size, "class_weight": class_weight, "shares": shares}
     for name, value in arguments.items():

@@ -19,6 +19,7 @@ from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import Hooks, is_resuming, to_list
 from tfmultigpu.addons.loops.inputs import (
     Reading,
+    Source,
     check_steps,
     feed_of,
     source_of,
@@ -34,6 +35,7 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
+from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
@@ -190,6 +192,7 @@ def fit(
         validation = validation_source(given["validation_data"])
     elif given["validation_split"]:
         source, validation = split_off(source, given["validation_split"])
+    _check_validation_is_read(given, validation, eval_step)
     program.compile_with_optimizer()
 
     # A callback may resume an earlier fit, in the middle of its data.
@@ -253,6 +256,31 @@ def _steps_of_a_call(model: KerasModel, steps: object) -> int | None:
         steps = model.steps_per_execution or 1
         return int(steps) if steps > 1 else None
     return check_count("steps_per_call", steps, other="'auto'")
+
+
+def _check_validation_is_read(
+    given: Options, validation: Source | None, eval_step: EvalStep | None
+) -> None:
+    """Checks that the options of a validation have one that reads them."""
+    size = given["validation_batch_size"]
+    if validation is not None:
+        if size is not None and not validation.is_arrays:
+            raise DataError(
+                "validation_batch_size is for arrays, and other data yields batches by itself.",
+                f"validation_batch_size={brief(size)} and validation_data of type "
+                f"{type(validation.data).__name__}",
+                "Leave validation_batch_size out.",
+            )
+        return
+    options = {name: given[name] for name in ("validation_steps", "validation_freq")}
+    options |= {"validation_batch_size": size, "eval_step": eval_step}
+    for name, value in options.items():
+        if value not in (None, 1):
+            warn(
+                f"fit validates only with validation_data or validation_split, so it does not read "
+                f"{name}. Received: {name}={brief(value)}. Give validation_data=(x, y), or leave "
+                f"{name} out."
+            )
 
 
 def _check_same_arguments(
