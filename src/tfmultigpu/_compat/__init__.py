@@ -16,6 +16,7 @@ from tfmultigpu._compat.keras_compiled import (
 from tfmultigpu._compat.keras_data import KerasReading, data_adapter, reading_of_keras
 from tfmultigpu._compat.keras_draws import global_seeds, home_of, set_global_seeds
 from tfmultigpu._compat.keras_layers import (
+    forget_empty_variables,
     is_part_of_keras,
     keras_mask,
     layers_inside,
@@ -72,6 +73,7 @@ __all__ = [
     "data_adapter",
     "division_of_losses",
     "expand_slurm",
+    "forget_empty_variables",
     "global_seeds",
     "graphs_inside",
     "home_of",

@@ -43,8 +43,8 @@ def synchronize_batch_norm(model: KerasModel) -> KerasModel:
     check_backend(model)
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
-            f"model must be a Keras model or layer. Received: {brief(model)}. Only their layers can "
-            "be changed: write tmg.synchronize_batch_norm(model)."
+            f"model must be a Keras model or layer. Received: {brief(model)}. Only their layers "
+            "can be changed: write tmg.synchronize_batch_norm(model)."
         )
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):

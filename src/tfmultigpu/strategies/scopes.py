@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.arguments import brief
 from tfmultigpu.errors import ScopeError, StrategyUnavailableError, TfMultiGpuError
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import (
     describe,
@@ -179,6 +180,8 @@ def check_scope(
     """Checks that variables were created in the scope of a strategy."""
     for variable in variables:
         inner = tf_variable(variable)
+        if isinstance(inner, tf.Tensor) and (refused := attached(strategy).refused) is not None:
+            raise refused  # The variable is empty: Keras has hidden why.
         if not strategy.extended.variable_created_in_scope(inner):
             own = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import lock_of, wrap_for_good
 from tfmultigpu.addons.sharding import _private, tables
 from tfmultigpu.addons.sharding.loads import AT_LEAST, Limits, Loads
@@ -168,13 +169,21 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             weakref.finalize(of_device, loads.forget, number, rows[number] * row)
         return divided
 
+    def create_or_note(create_mirrored: Any, **options: Any) -> Any:
+        try:
+            return create(create_mirrored, **options)
+        except DataError as error:
+            attached(strategy).refused = error
+            _compat.forget_empty_variables()
+            raise
+
     for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
         gc.collect()
     limits = loads.agree(strategy, loads.limits())
     entered = loads.given.entered
     entered.append(limits)
     try:
-        with strategy.scope(), tf.variable_creator_scope(create), tables.telling_weights():
+        with strategy.scope(), tf.variable_creator_scope(create_or_note), tables.telling_weights():
             yield
     finally:
         entered.pop()
