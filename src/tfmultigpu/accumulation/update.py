@@ -89,7 +89,8 @@ def _choose(
         raise ScopeError(
             "The optimizer was built for other variables.",
             f"{missing[:3]}",
-            "Create a new one in strategy.scope(), or for several models build it for all of them "
+            "Create a new one in strategy.scope(), after a layer is added or unfrozen by "
+            "model.compile(keras.optimizers.Adam(), loss); or for several models build it for all of them "
             "first: optimizer.build(a.trainable_variables + b.trainable_variables).",
         )
     return update

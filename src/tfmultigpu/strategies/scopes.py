@@ -178,11 +178,12 @@ def check_scope(
     variables: Sequence[KerasVariable], strategy: tf.distribute.Strategy, what: str
 ) -> None:
     """Checks that variables were created in the scope of a strategy."""
+    is_inside = strategy.extended.variable_created_in_scope
     for variable in variables:
         inner = tf_variable(variable)
         if isinstance(inner, tf.Tensor) and (refused := attached(strategy).refused) is not None:
             raise refused  # The variable is empty: Keras has hidden why.
-        if not strategy.extended.variable_created_in_scope(inner):
+        if not is_inside(inner):
             own = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)
             if own is None:
@@ -191,8 +192,11 @@ def check_scope(
                 where = "in the scope of another strategy than the one given"
                 place = f"on {describe(own)}"
                 fix = "Pass that strategy, strategy=strategy; or create"
+            of = what
+            if what == "model" and any(map(is_inside, map(tf_variable, variables))):
+                what, of = "layer", f"layer {name.rpartition('/')[0]!r}"
             raise ScopeError(
-                f"The {what} was created {where}.",
+                f"The {of} was created {where}.",
                 f"variable {name!r} of the {what}, {place}, and {describe(strategy)}",
                 f"{fix} the {what} in the scope, again if a notebook cell has made the strategy "
                 "anew:\n"
