@@ -118,6 +118,7 @@ class LossTerm:
     name: str | None = None  # The output.
     factor: float = 1.0  # The loss weight of the output.
     added: bool = False  # Whether a layer added it, by ``add_loss``.
+    whole: bool = False  # Whether it is of a ``compute_loss``: nothing is to be added to it.
     reads_weights: bool = True  # Whether the sample weights of the batch, if any, reach it.
 
 

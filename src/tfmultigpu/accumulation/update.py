@@ -90,8 +90,8 @@ def _choose(
             "The optimizer was built for other variables.",
             f"{missing[:3]}",
             "Create a new one in strategy.scope(), after a layer is added or unfrozen by "
-            "model.compile(keras.optimizers.Adam(), loss); or for several models build it for all of them "
-            "first: optimizer.build(a.trainable_variables + b.trainable_variables).",
+            "model.compile(keras.optimizers.Adam(), loss); or for several models build it for all "
+            "of them first: optimizer.build(a.trainable_variables + b.trainable_variables).",
         )
     return update
 

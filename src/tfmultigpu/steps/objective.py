@@ -116,7 +116,8 @@ class Forward:
             if self.forward is not None:
                 term = _term_of_forward(self.forward(self.model, shard, training))
                 reads = _reads_weights(shard, term)
-                terms.append(dataclasses.replace(term, reads_weights=reads))
+                whole = added.is_computed
+                terms.append(dataclasses.replace(term, reads_weights=reads, whole=whole))
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -128,42 +129,41 @@ class Forward:
                 for output in outputs:
                     if output.loss is not None:
                         terms.append(_term_of_output(output, rows))
-        for value in added:
-            terms.append(_term_of_added(value, count_rows(shard)))
+        if not added.is_computed:
+            for value in added.losses:
+                terms.append(_term_of_added(value, count_rows(shard)))
         return terms, outputs
 
     @contextmanager
-    def _recording_added_losses(self) -> Iterator[list[Tensor]]:
-        """Yields a list of what the layers of the model add, also for activity regularizers.
+    def _recording_added_losses(self) -> Iterator[_Added]:
+        """Yields what the layers of the model add, also for activity regularizers.
 
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
-        and read each other's losses. A ``forward`` that reads it gets a warning. In a
-        ``compute_loss`` they are zeros: it adds them, and so does the step.
+        and read each other's losses. A ``forward`` that reads it gets a warning. A ``compute_loss``
+        that a ``forward`` calls may add it, and returns the whole loss, as in Keras.
         """
         # The model may be a weak reference, of which a bound method has the object itself.
-        own = set(map(id, all_layers(self.model.add_loss.__self__)))
-        added: list[Tensor] = []
-        computing: list[KerasModel] = []
-
-        def compute(
-            original: Function, model: KerasModel, *args: object, **kwargs: object
-        ) -> Tensor:
-            computing.append(model)
-            try:
-                return original(model, *args, **kwargs)
-            finally:
-                computing.pop()
+        model = self.model.add_loss.__self__
+        own = set(map(id, all_layers(model)))
+        added = _Added()
 
         def add(original: Function, layer: KerasLayer, losses: Loss) -> Tensor:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
-                added.extend(tf.nest.flatten(losses))
+                added.losses.extend(tf.nest.flatten(losses))
             return original(layer, losses)
 
+        def compute(original: Function, *args: object, **kwargs: object) -> Tensor:
+            added.is_computed = added.is_computing = True
+            result = original(*args, **kwargs)
+            added.is_computing = False
+            return result
+
         def read(original: Function, layer: KerasLayer) -> Tensor:
+            if added.is_computing and layer is model:
+                penalties = present(map(penalty_of, model.trainable_variables))
+                return [*added.losses, *(penalty for penalty, _ in penalties)]
             losses = original(layer)
-            if computing:
-                return [tf.zeros_like(loss) for loss in losses]
-            if losses and self.forward is not None and id(layer) in own:
+            if losses and self.forward is not None and id(layer) in own and not added.is_computing:
                 warn(
                     "forward reads the losses of the model, which the step adds by itself: the "
                     "losses of regularizers and of add_loss. In the sum that forward returns "
@@ -173,9 +173,24 @@ class Forward:
             return losses
 
         layers = keras.layers.Layer
-        computes = patching(self.model.__class__, "compute_loss", compute)
+        computes = patching(type(model), "compute_loss", compute)
         with patching(layers, "add_loss", add), patching(layers, "losses", read), computes:
             yield added
+
+
+@dataclasses.dataclass
+class _Added:
+    """What a forward pass adds to the loss.
+
+    Attributes:
+        losses: What layers have added.
+        is_computed: Whether the forward has called the ``compute_loss`` of the model.
+        is_computing: Whether it is in it.
+    """
+
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    is_computed: bool = False
+    is_computing: bool = False
 
 
 @contextmanager

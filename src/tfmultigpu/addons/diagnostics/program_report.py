@@ -225,7 +225,9 @@ def _check_optimizer(
         what = "The optimizer was built for another model: it knows no variable of this one."
         why = "It fails at the first step, or updates the wrong model."
     elif known and new:
-        what = f"The optimizer does not know {listed(new[:3])}, unfrozen or added after it was built."
+        what = (
+            f"The optimizer does not know {listed(new[:3])}, unfrozen or added after it was built."
+        )
         why = "The next step of it is an error."
     else:
         return
