@@ -127,7 +127,7 @@ def train(how: str, devices: tuple[str, ...], data: Data, epochs: int) -> Traine
 
     if how == "tmg.fit":
         history = tmg.fit(model, data.train, epochs=epochs, verbose=0)
-        logs = tmg.evaluate(model, data.test, verbose=0)
+        logs = tmg.evaluate(model, data.test, verbose=0, return_dict=True)
     else:
         history = model.fit(data.train, epochs=epochs, shuffle=False, verbose=0)
         logs = model.evaluate(data.test, return_dict=True, verbose=0)

@@ -137,7 +137,7 @@ def loops(folder: str, scope: Any = None) -> dict[str, Any]:
     for variable, truth in zip(model.weights, plain.weights, strict=True):
         # The losses of `compile` are float32, so gradients are rounded to it.
         np.testing.assert_allclose(variable.numpy(), truth.numpy(), rtol=1e-6, atol=1e-8)
-    evaluated = tmg.evaluate(model, x, y, batch_size=7)
+    evaluated = tmg.evaluate(model, x, y, batch_size=7, return_dict=True)
     truth = plain.evaluate(x, y, batch_size=7, return_dict=True, verbose=0)
     np.testing.assert_allclose(evaluated["mae"], truth["mae"], rtol=1e-6)
     np.testing.assert_allclose(

@@ -144,8 +144,9 @@ def test_every_validation_begins_at_the_first_row(lines: Any, subtests: pytest.S
     for steps, callbacks in ((None, [StopSecond()]), (1, []), (9, [])):
         with subtests.test(steps=steps):
             rows = 8 if steps == 1 else 23
-            whole = tmg.evaluate(model, (valid[0][:rows], valid[1][:rows]), verbose=0)
-            first = tmg.evaluate(model, (valid[0][:8], valid[1][:8]), verbose=0)
+            ends = {"verbose": 0, "return_dict": True}
+            whole = tmg.evaluate(model, (valid[0][:rows], valid[1][:rows]), **ends)
+            first = tmg.evaluate(model, (valid[0][:8], valid[1][:8]), **ends)
             wanted = [whole, first if callbacks else whole, whole]
             history = tmg.fit(
                 model, (X, SIZE), validation_steps=steps, callbacks=callbacks, **options

@@ -45,7 +45,10 @@ def test_metrics_whose_names_depend_on_shapes_and_metrics_that_are_arrays() -> N
 
     arrays = X, np.eye(3, dtype="float32")[KIND]
     model, truth = pair(2, classifier, compiled)
-    expected, logs = in_one_batch(truth, *arrays), tmg.evaluate(model, arrays, batch_size=5)
+    expected, logs = (
+        in_one_batch(truth, *arrays),
+        tmg.evaluate(model, arrays, batch_size=5, return_dict=True),
+    )
     assert list(logs) == list(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(logs[name], value, rtol=2e-6, atol=1e-6, err_msg=name)
@@ -61,11 +64,11 @@ def test_lists_are_those_of_keras(replicas: int) -> None:
     if replicas == 1:
         model.evaluate([X, X], [SIZE, SIZE], verbose=0)  # Keras then tracks losses of outputs.
     expected = truth.evaluate([X, -X], [SIZE, 2 * SIZE], batch_size=ROWS, verbose=0)
-    values = tmg.evaluate(model, [X, -X], [SIZE, 2 * SIZE], return_dict=False, batch_size=9)
+    values = tmg.evaluate(model, [X, -X], [SIZE, 2 * SIZE], batch_size=9)
     assert len(values) == 6
     assert values == pytest.approx(expected, rel=1e-5)
     model, truth = pair(replicas, classifier, lambda: {"loss": LOSS})
-    value = tmg.evaluate(model, x=X, y=KIND, sample_weight=WEIGHT, return_dict=False)
+    value = tmg.evaluate(model, x=X, y=KIND, sample_weight=WEIGHT)
     assert value == pytest.approx(in_one_batch(truth, X, KIND, WEIGHT)["loss"], rel=1e-5)
 
 
@@ -129,9 +132,9 @@ def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> Non
     ours, theirs = Noted(stop_at), Noted(stop_at)
     options = {"batch_size": 8, "verbose": 0}
     truth.evaluate(X, KIND, callbacks=[theirs], **options)
-    logs = tmg.evaluate(model, X, KIND, callbacks=ours, **options)
+    loss = tmg.evaluate(model, X, KIND, callbacks=ours, **options)
     rows = ROWS if stop_at is None else 16
-    assert logs == pytest.approx(in_one_batch(truth, X[:rows], KIND[:rows]), rel=1e-5)
+    assert loss == pytest.approx(in_one_batch(truth, X[:rows], KIND[:rows])["loss"], rel=1e-5)
     expected = truth.predict(X, callbacks=[theirs], **options)
     predicted = tmg.predict(model, x=X, callbacks=[ours], **options)
     assert ours.calls == theirs.calls
@@ -148,9 +151,9 @@ def test_the_limit_of_steps_of_keras(request: pytest.FixtureRequest) -> None:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x, y = np.ones((10, 2)), np.arange(10.0)[:, None]
-    logs = tmg.evaluate(model, (x, y), batch_size=1, verbose=0)
+    loss = tmg.evaluate(model, (x, y), batch_size=1, verbose=0)
     expected = np.mean((model(x[:2]) - y[:2]) ** 2)
-    assert logs["loss"] == pytest.approx(expected, rel=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-6)
     history = tmg.fit(
         model, (x, y), batch_size=1, validation_data=(x, y), verbose=0, verify=False
     ).history

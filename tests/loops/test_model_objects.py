@@ -116,7 +116,7 @@ def test_losses_and_metrics_of_the_model_itself_count(replicas: int) -> None:
     expected, history = truth.fit(X, SIZE, **options), tmg.fit(model, X, SIZE, **options)
     assert_same(model, truth, history, expected)
     assert tmg.evaluate(model, (X, SIZE), batch_size=8, verbose=0) == pytest.approx(
-        truth.evaluate(X, SIZE, batch_size=8, verbose=0, return_dict=True), rel=1e-5
+        truth.evaluate(X, SIZE, batch_size=8, verbose=0), rel=1e-5
     )
 
 

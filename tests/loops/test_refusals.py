@@ -85,7 +85,10 @@ def test_what_was_created_outside_the_scope() -> None:
     model.compile("sgd", "mse", metrics=["mae"])
     with pytest.raises(tmg.ScopeError, match="The optimizer was created outside the scope"):
         tmg.fit(model, ARRAYS)
-    assert set(tmg.evaluate(model, ARRAYS)) == {"loss", "mae"}  # Made in the scope by us.
+    assert set(tmg.evaluate(model, ARRAYS, return_dict=True)) == {
+        "loss",
+        "mae",
+    }  # Made in the scope by us.
     model.compile(loss="mse", metrics=[keras.metrics.MeanAbsoluteError()])
     with pytest.raises(tmg.ScopeError, match="The metric was created outside the scope"):
         tmg.evaluate(model, ARRAYS)

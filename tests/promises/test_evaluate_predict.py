@@ -85,6 +85,9 @@ def truth() -> tuple[dict[str, float], Any]:
     return logs, predictor.predict(x | {"row": ROW}, batch_size=ROWS, verbose=0)
 
 
+evaluated = functools.partial(tmg.evaluate, return_dict=True)
+
+
 def everything() -> tuple[Any, Any, Any]:
     return {"x": X}, {"size": SIZE, "kind": KIND}, dict(zip(("size", "kind"), WEIGHTS, strict=True))
 
@@ -103,7 +106,7 @@ def test_evaluation_is_exact_over_all_examples(replicas: int) -> None:
     assert len(expected) == 7  # The losses of two outputs, their sum and four metrics.
     for sizes in WAYS:
         tmg.evaluate(replicated(replicas)[0], data_of(everything(), (5,)))  # Leaves nothing behind.
-        logs = tmg.evaluate(replicated(replicas)[0], data_of(everything(), sizes))
+        logs = evaluated(replicated(replicas)[0], data_of(everything(), sizes))
         assert_logs(logs, expected, sizes)
 
 
@@ -130,12 +133,12 @@ def test_arrays_steps_and_shares(replicas: int, shares: Any) -> None:
     model, predictor = replicated(replicas)
     x, y, weights = everything()
     rows = {"x": X, "row": ROW}
-    logs = [tmg.evaluate(model, x, y, sample_weight=weights, batch_size=7)]
+    logs = [evaluated(model, x, y, sample_weight=weights, batch_size=7)]
     outputs = [tmg.predict(predictor, rows, batch_size=7)]
     for sizes in WAYS[:2]:
         strategy = strategy_of(replicas)
         data = tmg.distribute_dataset(data_of(everything(), sizes), strategy, shares=shares)
-        logs.append(tmg.evaluate(model, data))
+        logs.append(evaluated(model, data))
         data = tmg.distribute_dataset(data_of((rows,), sizes), strategy, shares=shares)
         outputs.append(tmg.predict(predictor, data))
     for found in logs:
@@ -146,8 +149,8 @@ def test_arrays_steps_and_shares(replicas: int, shares: Any) -> None:
     first = tmg.predict(predictor, rows, batch_size=7, steps=2)["number"]
     np.testing.assert_array_equal(first, np.arange(14))
     part = tf.nest.map_structure(lambda one: one[:14], everything())
-    two_steps = tmg.evaluate(model, everything(), batch_size=7, steps=2)
-    assert_logs(tmg.evaluate(model, part), two_steps)
+    two_steps = evaluated(model, everything(), batch_size=7, steps=2)
+    assert_logs(evaluated(model, part), two_steps)
 
 
 # Fails if a penalty of frozen weights counts, which Keras leaves out, or if the losses of an
@@ -169,4 +172,4 @@ def test_what_is_frozen_or_compiled_anew_counts_as_in_keras() -> None:
         expected = plain.evaluate(
             x, y, sample_weight=weights, batch_size=ROWS, return_dict=True, verbose=0
         )
-        assert_logs(tmg.evaluate(ours, everything(), batch_size=7), expected)
+        assert_logs(evaluated(ours, everything(), batch_size=7), expected)

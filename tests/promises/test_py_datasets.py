@@ -104,7 +104,8 @@ def of_keras() -> Any:
 def test_a_py_dataset_that_shuffles_itself_trains_as_in_keras(replicas: int) -> None:
     expected = of_keras()
     model = compiled(replicas)
-    ours = train(tmg.fit, tmg.evaluate, tmg.predict, model)
+    evaluate = functools.partial(tmg.evaluate, return_dict=True)
+    ours = train(tmg.fit, evaluate, tmg.predict, model)
     assert ours[1] == expected[1]
     assert all(is_main for calls in ours[1] for _, _, is_main in calls)
     assert [name for name, *_ in ours[1][0]] == ["end", *["begin", "end"] * 3]

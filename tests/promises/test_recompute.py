@@ -166,7 +166,7 @@ def test_a_remat_scope_changes_nothing() -> None:
     close = {"rtol": 1e-11, "atol": 1e-12}
     for weight, truth in zip(again.get_weights(), once.get_weights(), strict=True):
         np.testing.assert_allclose(weight, truth, **close)
-    loss = tmg.evaluate(again, x, Y, **options)["loss"]
+    loss = tmg.evaluate(again, x, Y, **options)
     np.testing.assert_allclose(loss, once.evaluate(x, Y, **options), rtol=1e-6)
     try:
         predicted = tmg.predict(again, x, **options)

@@ -315,7 +315,7 @@ def test_one_model_is_trained_by_one_thread_at_a_time_and_predicts_for_all() -> 
     history = tmg.fit(model, X, Y, batch_size=5, verbose=0, callbacks=[Asks()])
     assert len(told) == 4
     assert model.predict_function is None  # Of Keras; nobody else sees that of a loop.
-    np.testing.assert_allclose(history.history["mae"][0], alone[1]["mae"], rtol=1e-6)
+    np.testing.assert_allclose(history.history["mae"][0], alone[1][1], rtol=1e-6)
     assert tmg.evaluate(model, X, Y, verbose=0) == alone[1]
 
 

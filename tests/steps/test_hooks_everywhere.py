@@ -21,8 +21,8 @@ from tfmultigpu.addons.verification.one_device import OneDevice
 from tfmultigpu.steps import Feature
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.predict import join_rows
-from tfmultigpu.user_code import place_of_user
 from tfmultigpu.strategies.attached import attached
+from tfmultigpu.user_code import place_of_user
 
 X, Y = map(tf.constant, normal_rows(7, 4, 2))
 HOOKS = {name for name, value in vars(Feature).items() if inspect.isfunction(value)}

@@ -9,12 +9,14 @@ from tfmultigpu._compat.keras_callbacks import profiles_batches, set_by_loops
 from tfmultigpu._compat.keras_compiled import (
     compile_arguments,
     compiled_metrics,
+    division_of_losses,
     waits_for_shapes,
     without_building,
 )
 from tfmultigpu._compat.keras_data import KerasReading, data_adapter, reading_of_keras
 from tfmultigpu._compat.keras_draws import global_seeds, home_of, set_global_seeds
 from tfmultigpu._compat.keras_layers import (
+    forget_empty_variables,
     is_part_of_keras,
     keras_mask,
     layers_inside,
@@ -74,7 +76,9 @@ __all__ = [
     "configure_coordination",
     "custom_gradients",
     "data_adapter",
+    "division_of_losses",
     "expand_slurm",
+    "forget_empty_variables",
     "global_seeds",
     "graphs_inside",
     "home_of",

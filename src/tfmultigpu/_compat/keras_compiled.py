@@ -1,8 +1,10 @@
-"""Arguments of ``model.compile``, and metrics that Keras builds from the shapes of a batch."""
+"""Arguments of ``model.compile``, the metrics that it builds, and how its losses are divided."""
 
 from __future__ import annotations
 
-from tfmultigpu.types import KerasMetric, KerasModel, Nested, Options
+import pkgutil
+
+from tfmultigpu.types import KerasMetric, KerasModel, Nested, Options, Untyped
 
 _OfOutputs = list[list[KerasMetric]]
 
@@ -40,6 +42,16 @@ def compiled_metrics(
 
 def _metrics_of(output: KerasMetric | None) -> list[KerasMetric]:
     return list(getattr(output, "metrics", ()))
+
+
+def division_of_losses() -> tuple[Untyped, tuple[str, str]]:
+    """Returns the module and the names of what divides losses by the replicas, and undoes it.
+
+    Private: both, in ``keras.src.losses.loss``. A Keras loss divides its mean by the replicas, for
+    loops that add gradients. Without it a ``forward`` that calls one gets a part of the mean.
+    """
+    module = pkgutil.resolve_name("keras.src.losses.loss")
+    return module, ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 
 def waits_for_shapes(metric: KerasMetric) -> bool:

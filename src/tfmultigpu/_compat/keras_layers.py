@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tfmultigpu.types import KerasLayer, KerasModel, Tensor
+import pkgutil
+
+from tfmultigpu.types import KerasLayer, KerasModel, Tensor, Untyped
 
 _MASK = "_keras_mask"
 
@@ -30,6 +32,16 @@ def layers_inside(model: KerasModel) -> list[KerasLayer]:
     if not hasattr(model, "_flatten_layers"):
         return list(getattr(model, "layers", ()))
     return list(model._flatten_layers(include_self=False))
+
+
+def forget_empty_variables() -> None:
+    """Has Keras forget the variables that it could not create, when one of them has failed.
+
+    Private: the global attribute ``uninitialized_variables``. Keras would try them again with each
+    later model, and fail again. The public ``keras.utils.clear_session`` forgets all names too.
+    """
+    state: Untyped = pkgutil.resolve_name("keras.src.backend.common.global_state")
+    state.set_global_attribute("uninitialized_variables", [])
 
 
 def is_part_of_keras(source: object) -> bool:

@@ -22,7 +22,7 @@ from tfmultigpu.accumulation.losses import LossSum, is_fixed, use_of
 from tfmultigpu.accumulation.stages import REDUCED_BY_SCALED, Reduced, Stage, check_not_empty
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.accumulation.update import apply_reduced_gradients
-from tfmultigpu.arguments import check_positive
+from tfmultigpu.arguments import brief, check_positive
 from tfmultigpu.errors import ReplicaDependenceWarning, ScopeError, TfMultiGpuError
 from tfmultigpu.lists import pick
 from tfmultigpu.strategies.collectives import adds_lists, sum_over_replicas
@@ -124,8 +124,8 @@ class GradientAccumulator:
         if weight is None or isinstance(weight, str):
             raise TypeError(
                 "add needs the weight by which the sum of these losses is to be divided: replicas "
-                f"and micro-batches need not have the same. Received: weight={weight!r}. Write "
-                "accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
+                f"and micro-batches need not have the same. Received: weight={brief(weight)}. "
+                "Write accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
                 "pair = tmg.loss_sum(loss, y, outputs); or give the number of rows in the sum."
             )
         if len(gradients) != len(self.variables):

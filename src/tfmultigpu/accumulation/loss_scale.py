@@ -11,7 +11,7 @@ from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dty
 from tfmultigpu.accumulation.losses import LossSum, Use, note_use, use_of
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.accumulation.stages import check_to_unscale, mark_as
-from tfmultigpu.arguments import check_count, check_positive
+from tfmultigpu.arguments import brief, check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
@@ -66,7 +66,7 @@ class LossScale:
         if isinstance(initial, str):
             raise ValueError(
                 "A LossScale is dynamic unless growth_steps is None, and begins at a number. "
-                f"Received: initial={initial!r}. Write tmg.LossScale()."
+                f"Received: initial={brief(initial)}. Write tmg.LossScale()."
             )
         initial = check_positive("initial", initial, "Write tmg.LossScale() for 2**15.")
         self._strategy = tf.distribute.get_strategy()

@@ -19,6 +19,7 @@ from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.accumulation.number_of_losses import one_for_each_row
 from tfmultigpu.accumulation.shown import shown
+from tfmultigpu.arguments import check_callable
 from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
@@ -29,6 +30,7 @@ from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _USE = "_tfmultigpu_fixed", "_tfmultigpu_use"
+_LOSS = "def loss(y_true, y_pred), which returns one value per example; or a name, loss='mse'."
 
 
 class LossSum(NamedTuple):
@@ -124,6 +126,8 @@ class LossTerm:
     name: str | None = None  # The output.
     factor: float = 1.0  # The loss weight of the output.
     added: bool = False  # Whether a layer added it, by ``add_loss``.
+    whole: bool = False  # Whether it is of a ``compute_loss``: nothing is to be added to it.
+    reads_weights: bool = True  # Whether the sample weights of the batch, if any, reach it.
 
 
 def loss_sum(
@@ -388,6 +392,7 @@ def as_loss(loss: Loss) -> KerasLoss:
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known
+    check_callable("loss", known, "y_true", "y_pred", write=_LOSS)
     name = re.sub(r"\W", "", getattr(known, "__name__", type(known).__name__))
     # As ``compile`` does. Keras has no public name for this class, and opens a scope of the name.
     return keras.losses.MeanSquaredError.__base__(known, name=name)

@@ -23,7 +23,7 @@ from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, row_list, unique
-from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
+from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 
@@ -94,8 +94,9 @@ def _choose(
         raise ScopeError(
             "The optimizer was built for other variables.",
             f"{missing[:3]}",
-            "Create a new one in strategy.scope(), or for several models build it for all of them "
-            "first: optimizer.build(a.trainable_variables + b.trainable_variables).",
+            "Create a new one in strategy.scope(), after a layer is added or unfrozen by "
+            "model.compile(keras.optimizers.Adam(), loss); or for several models build it for all "
+            "of them first: optimizer.build(a.trainable_variables + b.trainable_variables).",
         )
     return update
 
@@ -136,8 +137,14 @@ def apply_reduced_gradients(
         >>> weight.numpy().tolist(), int(optimizer.iterations.numpy())
         ([0.5], 1)
     """
-    refuse_legacy_keras(optimizer)
+    check_optimizer(optimizer)
     check_reduced("apply_reduced_gradients", gradients)
+    if len(gradients) != len(variables):
+        raise TfMultiGpuError(
+            "apply_reduced_gradients takes one gradient for each variable, in the same order.",
+            f"{len(gradients)} gradients for {len(variables)} variables",
+            "Give the variables of the accumulator; None stands for a variable without gradient.",
+        )
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         raise TfMultiGpuError(

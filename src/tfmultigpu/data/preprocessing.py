@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_callable
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.passes import SharedNumber
@@ -97,9 +98,18 @@ def takes_seed(function: Function) -> bool:
     """Returns whether a function of an example takes a seed too."""
     try:
         names = list(inspect.signature(function).parameters)
-    except ValueError:  # Functions written in C have no signature.
+    except (TypeError, ValueError):  # Functions written in C have no signature.
         return False
     return "seed" in "".join(names[1:2])
+
+
+def check_preprocess(function: Function) -> None:
+    """Checks that a function can be called with an example, and a seed if it names one."""
+    arguments = ["example"]
+    if callable(function) and takes_seed(function):
+        arguments.append("seed")
+    write = "def preprocess(example), and x, y = example in it if examples are pairs."
+    check_callable("preprocess", function, *arguments, write=write)
 
 
 def draw_seed(strategy: tf.distribute.Strategy) -> int:

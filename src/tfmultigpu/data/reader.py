@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu.data.batch_format import any_rows, lists_to_tuples
 from tfmultigpu.errors import DataError
 from tfmultigpu.types import Array, BatchSpec, Data, Function, Shard, Tensor
@@ -58,6 +59,7 @@ class Reader:
     @classmethod
     def of_function(cls, make_batches: Callable[[], Iterable[Shard]]) -> Reader:
         """Reads what a function returns; its first pass continues the one that is looked at."""
+        check_callable("data", make_batches, write="def data(), which yields batches (x, y).")
         first = iter(make_batches())
         looked_at = _look_at(first)
         # It is not kept once it is read: a generator of the user then ends.
@@ -142,7 +144,8 @@ class Reader:
         for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
             if getattr(spec, "dtype", None) != getattr(leaf, "dtype", None):
                 raise DataError(
-                    "The batches of the generator differ in their types.", f"{leaf!r}, after {spec}"
+                    "The batches of the generator differ in their types.",
+                    f"{brief(leaf)}, after {spec}",
                 )
         return batch
 

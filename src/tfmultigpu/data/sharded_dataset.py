@@ -8,13 +8,19 @@ from typing import Literal
 import tensorflow as tf
 
 from tfmultigpu._patch import ignoring_warnings
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.passes import read_over
-from tfmultigpu.data.preprocessing import Preprocessing, divide_own_rows, draw_seed, takes_seed
+from tfmultigpu.data.preprocessing import (
+    Preprocessing,
+    check_preprocess,
+    divide_own_rows,
+    draw_seed,
+    takes_seed,
+)
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.shares import replica_shares
@@ -108,7 +114,7 @@ def distribute_dataset(
     if small_batches not in ("partition", "copy"):
         raise DataError(
             "small_batches must be 'partition' or 'copy'.",
-            repr(small_batches),
+            brief(small_batches),
             "A loop of your own sees each row once with 'partition'.",
         )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
@@ -121,12 +127,13 @@ def distribute_dataset(
                 "Write tmg.distribute_dataset(source, strategy, batch_size=64, preprocess=f).",
             )
         batch_size = check_count("batch_size", batch_size, error=DataError)
+        check_preprocess(preprocess)
         batches = to_examples(dataset).batch(batch_size)
         if seed is None:
             seed = draw_seed(strategy) if takes_seed(preprocess) else 0
         preprocessing = Preprocessing(preprocess, check_count("seed", seed, -(2**63)))
     elif seed is not None:
-        raise DataError("seed is for preprocess, which is missing.", f"seed={seed!r}")
+        raise DataError("seed is for preprocess, which is missing.", f"seed={brief(seed)}")
     else:
         batches, reader = global_batches(dataset, batch_size)
     check_batched(batches.element_spec)

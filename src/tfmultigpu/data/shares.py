@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from numbers import Integral
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.lists import pick
 from tfmultigpu.types import Untyped
@@ -91,7 +91,7 @@ def _checked(shares: Untyped, replicas: int | None = None) -> tuple[float, ...]:
         wanted = "" if replicas is None else f", for {replicas} replicas"
         raise DataError(
             "Shares are one positive, finite number per replica.",
-            f"{shares!r}, {len(numbers)} numbers{wanted}",
+            f"{brief(shares)}, {len(numbers)} numbers{wanted}",
             "A replica without examples would slow down every step: leave its device out with "
             "tmg.create_strategy(devices=[...]).",
         )

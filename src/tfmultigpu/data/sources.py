@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tuples, tensors_of
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.data.tables import columns_as_array
@@ -118,7 +118,7 @@ def tensors_of_arrays(data: Data) -> Data:
     except DataError:
         raise
     except (TypeError, ValueError) as error:
-        received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
+        received = brief(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
             f"The data cannot be distributed: {error}.",
             received,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physical
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
@@ -89,7 +89,7 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     if not isinstance(limits, Mapping):
         raise TypeError(
             "limit_memory needs to know which GPU has which limit. Received: "
-            f"limit_memory({limits!r}). Write bytes for each: "
+            f"limit_memory({brief(limits)}). Write bytes for each: "
             'limit_memory({"GPU:0": 8 * 1024**3}).'
         )
     call = f"limit_memory({dict(limits)!r})"
@@ -211,7 +211,7 @@ def _checked_sizes(
         if isinstance(size, bool) or not isinstance(size, int) or size < _MIB:
             raise ValueError(
                 f"{call}: a memory limit is a whole number of bytes, at least 1 MiB; 8 GiB is "
-                f"8 * 1024**3. Received: {size!r}"
+                f"8 * 1024**3. Received: {brief(size)}"
             )
     if gpu.memory_total is not None and sum(sizes) > gpu.memory_total:
         raise ValueError(

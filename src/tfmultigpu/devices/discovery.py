@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.devices.gpu_memory import NvmlGpu, match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.types import Untyped
@@ -135,7 +136,7 @@ def _check_kind(kind: str | None) -> str | None:
         upper = kind.upper()
     if upper not in ("GPU", "CPU", "TPU", None):
         raise ValueError(
-            f"kind is 'GPU', 'CPU' or 'TPU', or None for all. Received: kind={kind!r}. Write "
+            f"kind is 'GPU', 'CPU' or 'TPU', or None for all. Received: kind={brief(kind)}. Write "
             'tmg.list_devices("GPU").'
         )
     return upper

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from numbers import Real
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.errors import DeviceNotFoundError
 
 _NAME = re.compile(
@@ -23,7 +23,7 @@ def parse_device_name(name: str) -> str:
         short = f"GPU:{name}"
         if isinstance(inside, str):
             short = parse_device_name(inside)
-        raise TypeError(f'A device name is a string. Write "{short}". Received: name={name!r}')
+        raise TypeError(f'A device name is a string. Write "{short}". Received: name={brief(name)}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
         raise ValueError(

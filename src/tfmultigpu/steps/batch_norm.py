@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.arguments import brief
 from tfmultigpu.strategies.scopes import all_layers, check_backend
 from tfmultigpu.types import Function, KerasLayer, KerasModel, Nested, Tensor
 
@@ -41,8 +42,8 @@ def synchronize_batch_norm(model: KerasModel) -> KerasModel:
     check_backend(model)
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
-            f"model must be a Keras model or layer. Received: {model!r}. Only their layers can be "
-            "changed: write tmg.synchronize_batch_norm(model)."
+            f"model must be a Keras model or layer. Received: {brief(model)}. Only their layers "
+            "can be changed: write tmg.synchronize_batch_norm(model)."
         )
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import (
     any_rows,
@@ -185,7 +186,7 @@ class BatchFunction:
                 "The batch was distributed for another strategy than the step was made for.",
                 f"{type(leaf).__name__} for {type(self.strategy).__name__} with "
                 f"{self.strategy.num_replicas_in_sync} replica(s)",
-                "Give both the same strategy: make_train_step(..., strategy).",
+                "Write tmg.distribute_dataset(dataset, step.strategy).",
             )
         return parts
 
@@ -296,7 +297,7 @@ def _tensors(leaves: list[Any]) -> list[Any]:
         if array is not None and tf.TensorShape(array.shape).rank == 0:
             raise DataError(
                 "A batch is a tensor or a tuple or dict of tensors with rows.",
-                f"{type(leaf).__name__} {leaf!r} inside it",
+                f"{type(leaf).__name__} {brief(leaf)} inside it",
                 "Give an element of tmg.distribute_dataset(dataset.batch(global_batch_size), "
                 "strategy). A value that is the same for all rows is read by the model or the "
                 "forward, not from the batch.",

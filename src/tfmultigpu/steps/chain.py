@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.lists import by_id
 from tfmultigpu.steps.other_states import OtherState
@@ -63,7 +64,7 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
     if not len(set(chosen)) == len(chosen) == len(steps):
         raise ValueError(
             "Each step needs a name of its own. Received: "
-            f"names={names!r} for {len(steps)} step(s). Write names={numbered}."
+            f"names={brief(names)} for {len(steps)} step(s). Write names={numbered}."
         )
     return ChainedStep(dict(zip(chosen, steps, strict=True)))
 

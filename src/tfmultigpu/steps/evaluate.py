@@ -93,7 +93,7 @@ class EvalStep(ModelStep, Looped):
         sums_of_losses, weights = layout.unstack(stats)
         penalty: Scalar = tf.zeros([])
         for variable in self.model.trainable_variables:
-            if (found := penalty_of(variable)) is not None:
+            if not layout.is_whole and (found := penalty_of(variable)) is not None:
                 penalty += found[0]
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 

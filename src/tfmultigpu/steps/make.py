@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
@@ -121,12 +121,12 @@ def make_train_step(
         "variables": variables and [variable.path for variable in variables],
     }  # fmt: skip
     check_backend(model, optimizer, loss, metrics)
+    check_kinds(model, strategy, optimizer)
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
-    check_kinds(passes.model, strategy, optimizer)
     if not isinstance(shard_update, bool) and shard_update != "auto":
         raise ValueError(
-            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+            f"shard_update is True, False or 'auto'. Received: shard_update={brief(shard_update)}."
         )
     counts = micro_batches if isinstance(micro_batches, (list, tuple)) else [micro_batches]
     parts = max(check_count("micro_batches", count, error=ValueError) for count in counts)
@@ -192,9 +192,9 @@ def make_eval_step(
         5.0
     """
     check_backend(model, loss, metrics)
+    check_kinds(model, strategy)
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
-    check_kinds(passes.model, strategy)
     parts = _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
@@ -226,8 +226,8 @@ def make_predict_step(
         TensorShape([5, 2])
     """
     check_backend(model)
-    strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
+    strategy = current_strategy(strategy, "make_predict_step", model)
     return PredictStep(
         model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     ).bind()
@@ -237,7 +237,7 @@ def check_verify(verify: bool | str) -> None:
     """Checks the argument ``verify`` of a step."""
     if not isinstance(verify, bool) and verify not in ("first", "gradients"):
         raise ValueError(
-            f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
+            f"verify is 'first', True, False or 'gradients'. Received: verify={brief(verify)}."
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.losses import LossSum, LossTerm, as_loss, is_fixed, loss_term
+from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu.data.batch_format import cast_all, count_rows, unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, names_of, pick, present
@@ -31,6 +33,8 @@ from tfmultigpu.types import (
     Tensor,
 )
 from tfmultigpu.user_code import warn
+
+_FORWARD = "def forward(model, batch, training), which returns tmg.loss_sum(loss, y, outputs)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +83,13 @@ class Forward:
         variables: Sequence[KerasVariable] | None = None,
     ) -> Forward:
         """Creates a forward pass from the arguments of a step."""
-        if forward is not None and (loss is not None or not callable(forward)):
+        if forward is not None:
+            check_callable("forward", forward, "model", "batch", "training", write=_FORWARD)
+        if forward is not None and loss is not None:
             raise LossError(
                 "Give either a loss, or forward=f(model, batch, training), which returns the "
                 "LossSum itself.",
-                f"loss={loss!r} and forward={forward!r}",
+                f"loss={brief(loss)} and forward={brief(forward)}",
             )
         objective = loss
         if not isinstance(loss, Objective):
@@ -108,7 +114,10 @@ class Forward:
         outputs: list[Output] = []
         with self._recording_added_losses() as added:
             if self.forward is not None:
-                terms.append(_term_of_forward(self.forward(self.model, shard, training)))
+                term = _term_of_forward(self.forward(self.model, shard, training))
+                reads = _reads_weights(shard, term)
+                whole = added.is_computed
+                terms.append(dataclasses.replace(term, reads_weights=reads, whole=whole))
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -120,29 +129,41 @@ class Forward:
                 for output in outputs:
                     if output.loss is not None:
                         terms.append(_term_of_output(output, rows))
-        for value in added:
-            terms.append(_term_of_added(value, count_rows(shard)))
+        if not added.is_computed:
+            for value in added.losses:
+                terms.append(_term_of_added(value, count_rows(shard)))
         return terms, outputs
 
     @contextmanager
-    def _recording_added_losses(self) -> Iterator[list[Tensor]]:
-        """Yields a list of what the layers of the model add, also for activity regularizers.
+    def _recording_added_losses(self) -> Iterator[_Added]:
+        """Yields what the layers of the model add, also for activity regularizers.
 
         The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear
-        and read each other's losses. A ``forward`` that reads it gets a warning.
+        and read each other's losses. A ``forward`` that reads it gets a warning. A ``compute_loss``
+        that a ``forward`` calls may add it, and returns the whole loss, as in Keras.
         """
         # The model may be a weak reference, of which a bound method has the object itself.
-        own = set(map(id, all_layers(self.model.add_loss.__self__)))
-        added: list[Tensor] = []
+        model = self.model.add_loss.__self__
+        own = set(map(id, all_layers(model)))
+        added = _Added()
 
         def add(original: Function, layer: KerasLayer, losses: Loss) -> Tensor:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
-                added.extend(tf.nest.flatten(losses))
+                added.losses.extend(tf.nest.flatten(losses))
             return original(layer, losses)
 
+        def compute(original: Function, *args: object, **kwargs: object) -> Tensor:
+            added.is_computed = added.is_computing = True
+            result = original(*args, **kwargs)
+            added.is_computing = False
+            return result
+
         def read(original: Function, layer: KerasLayer) -> Tensor:
+            if added.is_computing and layer is model:
+                penalties = present(map(penalty_of, model.trainable_variables))
+                return [*added.losses, *(penalty for penalty, _ in penalties)]
             losses = original(layer)
-            if losses and self.forward is not None and id(layer) in own:
+            if losses and self.forward is not None and id(layer) in own and not added.is_computing:
                 warn(
                     "forward reads the losses of the model, which the step adds by itself: the "
                     "losses of regularizers and of add_loss. In the sum that forward returns "
@@ -152,8 +173,42 @@ class Forward:
             return losses
 
         layers = keras.layers.Layer
-        with patching(layers, "add_loss", add), patching(layers, "losses", read):
+        computes = patching(type(model), "compute_loss", compute)
+        with patching(layers, "add_loss", add), patching(layers, "losses", read), computes:
             yield added
+
+
+@dataclasses.dataclass
+class _Added:
+    """What a forward pass adds to the loss.
+
+    Attributes:
+        losses: What layers have added.
+        is_computed: Whether the forward has called the ``compute_loss`` of the model.
+        is_computing: Whether it is in it.
+    """
+
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    is_computed: bool = False
+    is_computing: bool = False
+
+
+@contextmanager
+def undivided_losses() -> Iterator[None]:
+    """Has losses of Keras return the mean of the rows that they get, as on one device.
+
+    Keras divides it by the replicas too, for loops that add the gradients of means. A step divides
+    what its replicas have added.
+    """
+
+    def keep(_: Function, value: Tensor) -> Tensor:
+        return value
+
+    module, names = _compat.division_of_losses()
+    with ExitStack() as contexts:
+        for name in names:
+            contexts.enter_context(patching(module, name, keep))
+        yield
 
 
 def stack(terms: Sequence[LossTerm], row_weight: Scalar) -> tf.Tensor:
@@ -246,12 +301,30 @@ def _term_of_added(value: Tensor, rows: Scalar) -> LossTerm:
     return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)
 
 
+def _reads_weights(shard: Shard, term: LossTerm) -> bool:
+    """Returns whether the third part of a batch, if it has one, reaches a loss; in a graph."""
+    if not isinstance(shard, tuple) or len(shard) != 3 or shard[2] is None:
+        return True
+    ends = {id(tensor) for tensor in tf.nest.flatten([term.sum, term.weight])}
+    waiting = tf.nest.flatten(shard[2], expand_composites=True)
+    reached: dict[int, Tensor] = {}
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) in ends:
+            return True
+        if id(tensor) not in reached:
+            reached[id(tensor)] = tensor
+            for operation in tensor.consumers():
+                waiting += operation.outputs
+    return False
+
+
 def _term_of_forward(result: Nested) -> LossTerm:
     if not isinstance(result, LossSum) or tf.convert_to_tensor(result.sum).shape.rank != 0:
         raise LossError(
             "forward returns a sum over its rows and the weight that divides it, so that replicas "
             "can be added.",
-            repr(result),
+            brief(result),
             "Return tmg.loss_sum(loss, y_true, y_pred) or tmg.LossSum(tf.reduce_sum(values), "
             "count). For the logs of fit update a keras.metrics.Mean in it, an attribute of the "
             "model.",

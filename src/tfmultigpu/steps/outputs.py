@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import present
@@ -74,7 +75,7 @@ def match_outputs(
     if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise LossError(
             "loss_weights are numbers, which a step reads once.",
-            repr(factors),
+            brief(factors),
             "For a weight that changes write forward=f(model, batch, training), which reads a "
             "variable.",
         )
@@ -106,7 +107,7 @@ def _spread(
     given = list(value) if several else value
     raise LossError(
         f"The model has {outputs}, and the {what} do not fit.",
-        repr(tf.type_spec_from_value(given) if tf.is_tensor(given) else given),
+        brief(given),
         "Give one per output: a list in their order, or a dict by name.",
     )
 
@@ -124,7 +125,7 @@ class StepMetrics:
             raise LossError(
                 "With forward the step sees no labels and predictions, so it cannot update "
                 "metrics.",
-                f"metrics={plain!r}",
+                f"metrics={brief(plain)}",
                 "Make it an attribute of the model, and call model.metric.update_state(y, outputs) "
                 "in forward.",
             )
@@ -209,7 +210,7 @@ def _check(metric: KerasMetric, strategy: tf.distribute.Strategy) -> None:
         raise LossError(
             "A metric of a step is a keras.metrics.Metric that compares labels with predictions: "
             "update_state(y_true, y_pred).",
-            repr(metric),
+            brief(metric),
             _line_for(metric),
         )
     check_scope(metric.variables, strategy, "metric")

@@ -245,7 +245,7 @@ def _divide_here(
 
     trained = _collect(step, trace, gradient_sums, assigned)
     _settle_lists(step, trained)
-    penalty = _regularize(step, trained)
+    penalty = _regularize(step, trained, layout)
     _correct(step, trained, _corrections(trace, weights, total, factor))
     gradient = _gradient_of(trained, trace)
     norm = gradient.norm  # Features may clip the gradient.
@@ -281,12 +281,15 @@ def _settle_lists(step: Training, trained: Sequence[Trained]) -> None:
                 each.make_dense()
 
 
-def _regularize(step: Training, trained: Sequence[Trained]) -> Any:
+def _regularize(step: Training, trained: Sequence[Trained], layout: Layout) -> Any:
     """Gives each variable the gradient of its penalty, and returns all penalties together.
 
-    Penalties of variables that this step does not train are in the loss too.
+    Penalties of variables that this step does not train are in the loss too. A loss that is whole
+    has them.
     """
     total: Scalar = tf.zeros([])
+    if layout.is_whole:
+        return total
     known = {id(each.variable): each for each in trained}
     trainable = units_of(step.forward.model.trainable_variables)
     others = [variable for variable in trainable if id(variable) not in known]

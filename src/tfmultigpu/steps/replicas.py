@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmultigpu.steps.assignments import noting_additions
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
+from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
@@ -106,7 +107,13 @@ def on_replicas(
 @contextmanager
 def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
     """Enters, on a replica, the contexts in which the code of the user is traced."""
-    with counting_once(rows), noting_additions(), standing_at(rows), ExitStack() as contexts:
+    with (
+        counting_once(rows),
+        noting_additions(),
+        standing_at(rows),
+        undivided_losses(),
+        ExitStack() as contexts,
+    ):
         if step.strategy.num_replicas_in_sync > 1:
             contexts.enter_context(refusing_new_variables())
         for feature in step.features:

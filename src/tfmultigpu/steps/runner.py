@@ -322,8 +322,7 @@ class Runner:
             raise DataError(
                 "The data was distributed for another strategy than the step was made for.",
                 f"data for {describe(iterator.cut.strategy)}; a step for {describe(self.strategy)}",
-                "Give distribute_dataset and make_train_step the same strategy: "
-                "tmg.distribute_dataset(dataset, strategy).",
+                "Write tmg.distribute_dataset(dataset, step.strategy).",
             )
         return iterator.source, iterator.cut, iterator.cut.split
 

@@ -73,6 +73,16 @@ class Layout:
         return self.terms[:-1]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the loss is that of a ``compute_loss``, which adds what regularizers add."""
+        return any(term.whole for term in self.own)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the sample weights of a batch, if it has any, reach the loss."""
+        return all(term.reads_weights for term in self.own)
+
+    @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose divisor is known only after the addition."""
         return [i for i, t in enumerate(self.own) if t.per_row is None and not t.fixed]

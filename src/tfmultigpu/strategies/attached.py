@@ -22,12 +22,15 @@ class Attached:
         cuts: Compiled functions that cut batches, by the cut and its shares.
         features: Make features of every step, for an add-on such as sharded variables.
         scope: Enters the scope in which models are built; None for ``strategy.scope``.
+        refused: The last error by which an add-on refused to create a variable. Keras hides it if
+            it builds a model of which it knows only ``call``, and leaves the variable empty.
     """
 
     running: Untyped = None
     cuts: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
     features: tuple[Callable[[], object], ...] = ()
     scope: Callable[[], AbstractContextManager[object]] | None = None
+    refused: Exception | None = None
 
     def serve(
         self, feature: Callable[[], object], scope: Callable[[], AbstractContextManager[object]]

@@ -10,6 +10,7 @@ from numbers import Real
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
@@ -108,7 +109,7 @@ def create_strategy(
     if isinstance(startup_timeout, bool) or not startup_timeout > 0:
         raise ValueError(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
-            f"Received: startup_timeout={startup_timeout!r}."
+            f"Received: startup_timeout={brief(startup_timeout)}."
         )
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
@@ -120,7 +121,8 @@ def create_strategy(
         where = ", ".join(plan.devices)
         if plan.kind == "multi_worker":
             where += f" of {facts.cluster}, {plan.num_replicas} replicas in all"
-        _log.warning("Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
+        level = logging.WARNING if process_state.note_without_gpu() else logging.INFO
+        _log.log(level, "Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
     _log.info("%s", plan)
     names = [f"/device:{name}" for name in plan.devices]
     strategy: Strategy

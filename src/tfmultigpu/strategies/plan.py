@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple, get_args
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
@@ -107,7 +108,8 @@ def choose(
             elif name == "prefer" and (not isinstance(value, str) or ":" in value):
                 line = f"Write create_strategy(devices={value!r})."  # As the first argument.
             raise ValueError(
-                f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. {line}"
+                f"{name} must be one of {', '.join(choices)}. Received: {name}={brief(value)}. "
+                f"{line}"
             )
     names = _named_devices(facts, devices)
     chosen: tuple[str, _Offer] | None = None

@@ -23,15 +23,21 @@ class ProcessState:
 
     def __init__(self) -> None:
         self.cluster: Untyped = None
+        self._has_told_of_gpus = False
         self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
     def note_joined(self, cluster: Untyped) -> None:
         """Notes the cluster, which a process joins once."""
         self.cluster = cluster
 
+    def note_without_gpu(self) -> bool:
+        """Notes that a strategy has no GPU; returns whether it is the first of the process."""
+        is_first, self._has_told_of_gpus = not self._has_told_of_gpus, True
+        return is_first
+
     def forget(self) -> None:
         """Begins anew, for tests: strategies that others still hold do not count."""
-        self.cluster = None
+        self.cluster, self._has_told_of_gpus = None, False
         self.ignore(*_strategies_of_several_replicas())
 
     def ignore(self, *strategies: tf.distribute.Strategy) -> None:

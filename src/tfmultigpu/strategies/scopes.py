@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import brief
 from tfmultigpu.errors import ScopeError, StrategyUnavailableError, TfMultiGpuError
+from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import (
     describe,
@@ -73,14 +75,29 @@ def check_kinds(model: KerasModel, strategy: object, *optimizers: KerasOptimizer
     import keras
 
     refuse_legacy_keras(model, *optimizers)
+    if isinstance(model, tf.distribute.Strategy):
+        raise TypeError(
+            f"The model comes first, and the strategy later. Received: model={brief(model)}. Write "
+            "their names: model=model, strategy=strategy."
+        )
     _check("model", model, keras.layers.Layer, "Keras model", "keras.Sequential([...])")
     _check_strategy(strategy)
     for optimizer in optimizers:
-        kind, line = keras.optimizers.Optimizer, "keras.optimizers.Adam(1e-3)"
-        _check("optimizer", optimizer, kind, "Keras optimizer", line)
+        check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: KerasOptimizer) -> None:
+    """Checks that an optimizer is one of Keras, not its name."""
+    import keras
+
+    refuse_legacy_keras(optimizer)
+    kind, line = keras.optimizers.Optimizer, "keras.optimizers.Adam(1e-3)"
+    _check("optimizer", optimizer, kind, "Keras optimizer", line)
 
 
 def _check_strategy(strategy: object) -> None:
+    if strategy is None:  # The current one.
+        strategy = tf.distribute.get_strategy()
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
     distribute: Untyped = tf.distribute
@@ -97,7 +114,9 @@ def _check_strategy(strategy: object) -> None:
 
 def _check(name: str, value: object, kind: type, what: str, line: str) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {what}. Received: {value!r}. Write {name} = {line}.")
+        raise TypeError(
+            f"{name} must be a {what}. Received: {brief(value)}. Write {name} = {line}."
+        )
 
 
 def current_strategy(
@@ -159,9 +178,12 @@ def check_scope(
     variables: Sequence[KerasVariable], strategy: tf.distribute.Strategy, what: str
 ) -> None:
     """Checks that variables were created in the scope of a strategy."""
+    is_inside = strategy.extended.variable_created_in_scope
     for variable in variables:
         inner = tf_variable(variable)
-        if not strategy.extended.variable_created_in_scope(inner):
+        if isinstance(inner, tf.Tensor) and (refused := attached(strategy).refused) is not None:
+            raise refused  # The variable is empty: Keras has hidden why.
+        if not is_inside(inner):
             own = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)
             if own is None:
@@ -170,8 +192,11 @@ def check_scope(
                 where = "in the scope of another strategy than the one given"
                 place = f"on {describe(own)}"
                 fix = "Pass that strategy, strategy=strategy; or create"
+            of = what
+            if what == "model" and any(map(is_inside, map(tf_variable, variables))):
+                what, of = "layer", f"layer {name.rpartition('/')[0]!r}"
             raise ScopeError(
-                f"The {what} was created {where}.",
+                f"The {of} was created {where}.",
                 f"variable {name!r} of the {what}, {place}, and {describe(strategy)}",
                 f"{fix} the {what} in the scope, again if a notebook cell has made the strategy "
                 "anew:\n"

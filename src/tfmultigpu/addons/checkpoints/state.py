@@ -25,6 +25,7 @@ from tfmultigpu.addons.checkpoints.tables import (
     read_tables,
     write_tables,
 )
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import COUNTER, check_values_alike
@@ -66,11 +67,16 @@ class RunVariables:
             if (model, optimizer) != (None, None) or not is_step:
                 raise TypeError(
                     "train_step must come from tmg.make_train_step or tmg.chain_steps, in place of "
-                    f"model and optimizer. Received: train_step={train_step!r} and model={model!r}."
-                    " Write tmg.Checkpoints(directory, train_step=step)."
+                    f"model and optimizer. Received: train_step={brief(train_step)} and "
+                    f"model={brief(model)}. Write tmg.Checkpoints(directory, train_step=step)."
                 )
             parts = [(step.model, step.optimizer) for step in train_step.train_steps]
             model, optimizer = parts[0]
+        if model is None:
+            raise TypeError(
+                "Checkpoints save a model with its optimizer, or a train step. Received: model=None"
+                " and train_step=None. Write tmg.Checkpoints(directory, model, model.optimizer)."
+            )
         strategy = strategy_of(model)
         check_kinds(model, strategy, *([] if optimizer is None else [optimizer]))
         self._optimizer, self._step = optimizer, train_step
@@ -264,7 +270,7 @@ def _extra_variables(owners: Mapping[str, object]) -> dict[str, list[KerasVariab
         if not all(_is_number(tf_variable(variable)) for variable in variables):
             raise TypeError(
                 f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "
-                f'{owner!r}}}. Write extra={{"accuracy": metric}}, or give a list of '
+                f'{brief(owner)}}}. Write extra={{"accuracy": metric}}, or give a list of '
                 "variables; for several steps, train_step=tmg.chain_steps(first, second)."
             )
     return groups

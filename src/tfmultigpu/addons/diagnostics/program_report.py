@@ -218,11 +218,17 @@ def _check_optimizer(
         once = update.state  # Of owners, on one device each.
     own = [v for v in optimizer.variables if id(v) not in once]
     known = {id(v) for v in _compat.optimizer_trains(optimizer) or ()}
+    new = [variable.path for variable in model.trainable_variables if id(variable) not in known]
     if what := _outside(own, strategy, "optimizer"):
         why = "Each replica then updates its own copy of the weights, and they drift apart."
-    elif known and not known & {id(v) for v in model.trainable_variables}:
+    elif known and len(new) == len(model.trainable_variables):
         what = "The optimizer was built for another model: it knows no variable of this one."
         why = "It fails at the first step, or updates the wrong model."
+    elif known and new:
+        what = (
+            f"The optimizer does not know {listed(new[:3])}, unfrozen or added after it was built."
+        )
+        why = "The next step of it is an error."
     else:
         return
     change = f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)"

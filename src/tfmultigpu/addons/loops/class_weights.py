@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import keras
 import tensorflow as tf
 
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError
 from tfmultigpu.types import Scalar, Shard
@@ -20,7 +21,7 @@ def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, S
     except (AttributeError, TypeError, ValueError):
         raise DataError(
             "class_weight must be a dict from class number to weight.",
-            f"class_weight={class_weight!r}",
+            f"class_weight={brief(class_weight)}",
             "Write class_weight={0: 1.0, 1: 5.0}.",
         ) from None
     classes = sorted({-1, *weights})  # Never empty.
@@ -32,8 +33,8 @@ def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, S
             raise DataError(
                 "Class weights and sample weights cannot be combined, and class weights are for "
                 "one output.",
-                f"class_weight={weights!r}, labels of shape {_shapes_of(y)}, sample weights of "
-                f"shape {_shapes_of(sample_weight)}",
+                f"class_weight={brief(weights)}, labels of shape {_shapes_of(y)}, sample weights "
+                f"of shape {_shapes_of(sample_weight)}",
                 "Give sample weights for each output: (x, y, sample_weight).",
             )
         if y.shape.rank > 1 and y.shape[-1] > 1:

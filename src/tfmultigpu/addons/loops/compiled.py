@@ -129,11 +129,10 @@ def read_compiled(
     for name in ("loss", "loss_weights"):
         given[name] = _by_key(arguments.get(name), y_pred)
     _check_reductions(given["loss"])
-    container = None
-    # Keras keeps the metrics of the previous compile if the last one had none.
-    if arguments.get("metrics") or arguments.get("weighted_metrics"):
-        with strategy.scope():
-            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
+    # As in Keras, the metrics of the compile before if the last one had none.
+    with strategy.scope():
+        container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
+    if container is not None:
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
     return given, EpochMetrics(metrics_inside(model), container)

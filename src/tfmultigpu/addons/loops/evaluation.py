@@ -45,14 +45,14 @@ def evaluate(
     model: Model,
     data: Data = None,
     y: Data = None,
-    *,
-    x: Data = None,
     batch_size: int | None = None,
+    verbose: Verbose = "auto",
     sample_weight: Data = None,
     steps: int | None = None,
     callbacks: KerasCallback = (),
-    verbose: Verbose = "auto",
-    return_dict: bool = True,
+    return_dict: bool = False,
+    *,
+    x: Data = None,
     verify: Verify = "first",
 ) -> Nested:
     """Computes loss and metrics of a compiled model, exactly, over every example.
@@ -64,21 +64,20 @@ def evaluate(
         model: A compiled Keras model. Its metrics are reset, and hold their state afterwards.
         data: Arrays, datasets or functions, as for ``fit``.
         y: Labels, if ``data`` is arrays of inputs only.
-        x: Another name for ``data``, as in Keras.
         batch_size: Examples in a global batch, for arrays only; None means 32.
+        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
         sample_weight: Sample weights for arrays ``(x, y)``.
         steps: The largest number of batches; None means all.
         callbacks: Keras callbacks, whose ``on_test_...`` hooks are called.
-        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
-        return_dict: Whether to return a dict. False returns the list of Keras: the loss first; a
-            single number if there is only one.
+        return_dict: Whether to return a dict with the names of the logs.
+        x: Another name for ``data``, as in Keras.
         verify: See ``make_eval_step``.
 
     Returns:
-        ``"loss"``, the loss of each output if there are several, and the metrics, with the names of
-        ``model.evaluate(return_dict=True)``. Values are floats, or arrays if the result of a metric
-        is an array. Each loss is its sum over all data, divided once, as if the data were one
-        batch.
+        What ``model.evaluate`` of Keras returns: the loss, or a list of the loss and the metrics.
+        With ``return_dict=True`` a dict of them by name, with the loss of each output if there are
+        several. Values are floats, or arrays if the result of a metric is an array. Each loss is
+        its sum over all data, divided once, as if the data were one batch.
 
     Raises:
         LossError: The model is not compiled; it replaces ``test_step`` or another method that
@@ -91,8 +90,9 @@ def evaluate(
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
         >>> model.set_weights([np.ones((2, 1))])
         >>> model.compile(loss="mse", metrics=["mae"])
-        >>> tmg.evaluate(model, (np.ones((5, 2)), np.zeros((5, 1))), verbose=0)
-        {'loss': 4.0, 'mae': 2.0}
+        >>> loss, mae = tmg.evaluate(model, np.ones((5, 2)), np.zeros((5, 1)), verbose=0)
+        >>> loss, mae
+        (4.0, 2.0)
     """
     check_backend(model, callbacks)
     strategy = checked_strategy(model, "evaluate")

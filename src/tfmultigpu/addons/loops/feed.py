@@ -34,6 +34,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         iterator: The iterator that a step reads.
         steps: Batches of an epoch; None until they are known.
         description: Values that identify the data in checkpoints.
+        weights: What of the user gives its batches sample weights; empty if nothing does.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         repeats: bool = False,
         position: Position | None = None,
         description: Mapping[str, Json] | None = None,
+        weights: str = "",
     ) -> None:
         # ``per_pass``: the batches of a pass, if known. ``repeats``: one iterator yields pass after
         # pass. ``position``: where a pass begins, if it is for this object to move.
         self.source, self.batches = source, batches
         self.iterator: ShardIterator | None = None
-        self.description = dict(description or {})
+        self.description, self.weights = dict(description or {}), weights
         self._per_pass, self._asked, self._repeats = per_pass, steps, repeats
         self._continues = continues and steps is not None
         self._position = position

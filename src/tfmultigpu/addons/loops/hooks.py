@@ -16,7 +16,7 @@ from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.files import check_files
 from tfmultigpu.addons.loops.workers import check_alike, union
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.preprocessing import draw_seed
 from tfmultigpu.errors import CheckpointError, LossError
 from tfmultigpu.steps.chain import ChainedStep
@@ -62,7 +62,9 @@ class Hooks:
         add_history: bool = False,
     ) -> None:
         if verbose not in (0, 1, 2, "auto"):
-            raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
+            raise ValueError(
+                f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={brief(verbose)}."
+            )
         self.model, self.strategy = model, strategy
         self.exchange = WorkerExchange(strategy)
         shown = verbose if self.exchange.is_chief else 0
@@ -174,7 +176,7 @@ def check_callbacks(
         kind = type(callback).__name__
         if not isinstance(callback, keras.callbacks.Callback):
             raise TypeError(
-                f"A callback must be a keras.callbacks.Callback. Received: {callback!r} in "
+                f"A callback must be a keras.callbacks.Callback. Received: {brief(callback)} in "
                 "callbacks. Write callbacks=[EarlyStopping()], or [checkpoints.callback()]."
             )
         if isinstance(callback, keras.callbacks.BackupAndRestore):

@@ -15,7 +15,7 @@ from tfmultigpu.addons.loops.cache import get_or_make
 from tfmultigpu.addons.loops.class_weights import weighting
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.batch_format import count_rows, digest
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
@@ -184,7 +184,15 @@ def _feed_of_batches(strategy: tf.distribute.Strategy, data: Data, reading: Read
         batches.pass_over(epoch)
     if reading.purpose == "prediction" and batches.reader is not None:
         batches.reader.owe_no_end()  # As in Keras, whose fit and evaluate begin with an end.
-    return Feed(data, batches, per_pass, reading.steps, continues=reading.trains, position=position)
+    return Feed(
+        data,
+        batches,
+        per_pass,
+        reading.steps,
+        continues=reading.trains,
+        position=position,
+        weights="" if reading.class_weight is None else "class_weight",
+    )
 
 
 def _feed_of_arrays(
@@ -229,7 +237,15 @@ def _feed_of_arrays(
         continues=reading.trains,
         repeats=True,
         description=description,
+        weights=_weights_of(data, reading),
     )
+
+
+def _weights_of(data: Data, reading: Reading) -> str:
+    """Returns which argument gives arrays their sample weights."""
+    if reading.class_weight is not None:
+        return "class_weight"
+    return "sample_weight" if isinstance(data, tuple) and len(data) == 3 else ""
 
 
 def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading) -> ShardedDataset:
@@ -248,14 +264,15 @@ def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading)
         raise DataError(
             "The data was distributed for another strategy than the model's.",
             f"data for {describe(data.strategy)}; a model of {describe(strategy)}",
-            "Give the dataset itself, or write tmg.distribute_dataset(dataset, strategy).",
+            "Give the dataset itself, tmg.fit(model, dataset). If a notebook cell has made the "
+            "strategy anew, it is another one: create the model in its scope again.",
         )
     arguments = {"batch_size": batch_size, "class_weight": class_weight, "shares": shares}
     for name, value in arguments.items():
         if value is not None:
             raise DataError(
                 f"The data is already distributed, so {name} cannot be applied.",
-                f"{name}={value!r}",
+                f"{name}={brief(value)}",
                 f"Give the dataset itself, or leave {name} out.",
             )
     return data

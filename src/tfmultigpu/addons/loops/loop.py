@@ -6,20 +6,23 @@ import dataclasses
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+import tensorflow as tf
 
 from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import Hooks, Mode, not_ending_the_epoch
 from tfmultigpu.addons.loops.logs import epoch_logs
 from tfmultigpu.data.shard_iterator import ShardIterator
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
-from tfmultigpu.steps.tally import Numbers
+from tfmultigpu.steps.tally import Layout, Numbers
+from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.types import Data, KerasModel, Nested, StepSums, Tensor
 
@@ -137,6 +140,8 @@ class Loop(Generic[_Step]):
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran, rows = 0, 0.0
         _, tallies = self.step.runner.run(iterator, steps, logs_last=False)
+        if not self.seen:
+            self._check_weights([tally.layout for tally in tallies.values()])
         for name, tally in tallies.items():
             values = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if tally.layout is None or not values.ndim:  # Of no step it is a scalar.
@@ -190,6 +195,24 @@ class Loop(Generic[_Step]):
         for every in self.every or ():
             most = min(most, every - self.seen % every)
         return most
+
+    def _check_weights(self, layouts: Sequence[Layout | None]) -> None:
+        """Checks that the loss of a step reads the sample weights that the user gives."""
+        known = [layout for layout in layouts if layout is not None]
+        if not known or any(layout.reads_weights for layout in known):
+            return
+        third = self.feed.element_spec[2]
+        what = "The forward computes a loss that the sample weights do not reach."
+        write = (
+            "Write x, y, weight = batch in it, and return tmg.loss_sum(loss, y, outputs, weight)."
+        )
+        if self.feed.weights:
+            raise LossError(what, f"{self.feed.weights}, and a batch (x, y, weight)", write)
+        if all(leaf.dtype.is_floating for leaf in tf.nest.flatten(third)):
+            warn(
+                f"{what} Received: batches of three parts, the last of {third}. {write} Or leave "
+                "that part out of the data."
+            )
 
     def _warn_of_small_batches(self, rows: float) -> None:
         replicas = self.hooks.strategy.num_replicas_in_sync

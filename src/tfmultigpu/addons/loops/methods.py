@@ -15,6 +15,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import ignoring_warnings, lock_of
 from tfmultigpu.addons.loops.hooks import swapping_averages
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
+from tfmultigpu.arguments import brief
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.types import Function, KerasModel, Nested, Options
 
@@ -61,10 +62,7 @@ CALLED = {
 def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
     """Checks that a model replaces no method of Keras that ``function`` would pass over."""
     for name in methods or CALLED[function]:
-        here = vars(model).get(name)
-        is_ours = getattr(here, "__module__", "").startswith("tfmultigpu.")
-        of_class = getattr(type(model), name) is not getattr(keras.Model, name)
-        if of_class or not (here is None or is_ours):
+        if replaces(model, name):
             advice = _INSTEAD.get(name, _FORWARD)
             if name in ("fit", "evaluate", "predict") and hasattr(model, "preprocess_samples"):
                 advice = _PIPELINE
@@ -76,6 +74,14 @@ def refuse_own_methods(model: KerasModel, function: str, *methods: str) -> None:
             )
 
 
+def replaces(model: KerasModel, name: str) -> bool:
+    """Returns whether a model has a method of its own in place of one of Keras."""
+    here = vars(model).get(name)
+    is_ours = getattr(here, "__module__", "").startswith("tfmultigpu.")
+    of_class = getattr(type(model), name) is not getattr(keras.Model, name)
+    return of_class or not (here is None or is_ours)
+
+
 def around(loop: TrainingLoop | EvaluationLoop) -> Options:
     """Returns what the loop of Keras calls instead of its own functions, as attributes of a model.
 
@@ -85,6 +91,7 @@ def around(loop: TrainingLoop | EvaluationLoop) -> Options:
     # Methods of one batch, in a callback, call the functions of the loop with data of Keras.
     functions = ("train", "test", "predict") if loop.mode == "train" else (loop.mode,)
     attributes = {
+        "compile": _refuse_compile,
         "steps_per_execution": 1,
         "reset_metrics": loop.reset,
         "get_metrics_result": lambda: dict(loop.logs),
@@ -93,6 +100,16 @@ def around(loop: TrainingLoop | EvaluationLoop) -> Options:
     for function in functions:
         attributes[f"{function}_function"] = loop
     return attributes
+
+
+def _refuse_compile(*_: object, **__: object) -> None:
+    raise LossError(
+        "compile in a callback takes away the functions that the loop of Keras is running.",
+        "compile inside tmg.fit or tmg.evaluate",
+        "Write two calls: tmg.fit(model, data, epochs=1); in the scope of the strategy "
+        "model.compile(...); tmg.fit(model, data, initial_epoch=1, epochs=3). To freeze a layer or "
+        "to set the learning rate, a callback needs no compile.",
+    )
 
 
 def in_one_thread(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -175,7 +192,8 @@ def check_names(
         if name in compiled:
             line = f"Write model.compile(..., {name}=...), in the scope of the strategy."
         raise TypeError(
-            f"{function} has no argument {name!r}. Received: {name}={arguments[name]!r}. {line}"
+            f"{function} has no argument {name!r}. Received: {name}={brief(arguments[name])}. "
+            f"{line}"
         )
 
 

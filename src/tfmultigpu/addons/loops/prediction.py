@@ -40,12 +40,12 @@ _AHEAD = 2
 def predict(
     model: Model,
     data: Data = None,
-    *,
-    x: Data = None,
     batch_size: int | None = None,
+    verbose: Verbose = "auto",
     steps: int | None = None,
     callbacks: KerasCallback = (),
-    verbose: Verbose = "auto",
+    *,
+    x: Data = None,
     verify: Verify = "first",
 ) -> Nested:
     """Predicts every example once, in the order of the data.
@@ -58,11 +58,11 @@ def predict(
         data: An array ``x``, or a dict or list of arrays for several inputs; or an argument or
             result of ``distribute_dataset``. Batches ``(x, y)`` or ``(x, y, sample_weight)`` are
             valid too; only x is used.
-        x: Another name for ``data``, as in Keras.
         batch_size: Examples in a global batch, for arrays only; None means 32.
+        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
         steps: The largest number of batches; None means all.
         callbacks: Keras callbacks, whose ``on_predict_...`` hooks are called.
-        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
+        x: Another name for ``data``, as in Keras.
         verify: See ``make_predict_step``.
 
     Returns:

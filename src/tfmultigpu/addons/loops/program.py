@@ -24,7 +24,7 @@ from tfmultigpu.addons.loops.compiled import (
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
-from tfmultigpu.addons.loops.methods import refuse_own_methods
+from tfmultigpu.addons.loops.methods import refuse_own_methods, replaces
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
@@ -234,7 +234,10 @@ def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
 
 def _check_only_optimizer(model: KerasModel) -> None:
     arguments = compile_arguments(model)
-    compiled = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
+    names = ["metrics", "weighted_metrics"]
+    if not replaces(model, "compute_loss"):  # In which super().compute_loss reads the loss.
+        names.insert(0, "loss")
+    compiled = [name for name in names if arguments.get(name)]
     if compiled:
         raise LossError(
             "forward computes the loss itself and shows no labels and predictions to metrics.",

@@ -19,6 +19,7 @@ from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import Hooks, is_resuming, to_list
 from tfmultigpu.addons.loops.inputs import (
     Reading,
+    Source,
     check_steps,
     feed_of,
     source_of,
@@ -28,12 +29,13 @@ from tfmultigpu.addons.loops.inputs import (
 from tfmultigpu.addons.loops.methods import around, check_names, in_one_thread, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
+from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
@@ -61,13 +63,8 @@ class KerasArguments(TypedDict, total=False):
     Attributes:
         shuffle: Whether to reshuffle arrays in each pass. The order depends only on the seed of
             ``keras.utils.set_random_seed``, not on the number of replicas.
-        verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
-            chief prints.
     """
 
-    batch_size: int | None
-    epochs: int
-    verbose: Verbose
     callbacks: KerasCallback
     validation_split: float
     validation_data: Data
@@ -86,6 +83,9 @@ def fit(
     model: Model,
     data: Data = None,
     y: Data = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Verbose = "auto",
     *,
     x: Data = None,
     forward: ForwardFunction | None = None,
@@ -113,6 +113,10 @@ def fit(
             arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
             returns a generator of them, or a result of ``distribute_dataset``.
         y: Labels, if ``data`` is arrays of inputs only.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
+        epochs: Train up to this epoch, counted from ``initial_epoch``'s 0.
+        verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
+            chief prints.
         x: Another name for ``data``, as in Keras.
         forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
             the logs are shown like metrics, over the whole epoch. Compile the model with an
@@ -130,8 +134,8 @@ def fit(
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
         verify: See ``make_train_step``; also applies to validation.
-        **arguments: All others of ``keras.Model.fit``, with its defaults, such as ``batch_size``
-            (of arrays), ``epochs``, ``validation_data``, ``class_weight`` and ``callbacks``.
+        **arguments: All others of ``keras.Model.fit``, with its defaults, such as
+            ``validation_data``, ``class_weight`` and ``callbacks``.
 
     Returns:
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
@@ -158,7 +162,8 @@ def fit(
     """
     check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
-    given = checked_arguments(arguments)
+    of_keras = {**arguments, "batch_size": batch_size, "epochs": epochs, "verbose": verbose}
+    given = checked_arguments(of_keras)
     source = source_of("fit", data, x=x, y=y, sample_weight=given["sample_weight"])
     options = {
         "micro_batches": micro_batches,
@@ -187,6 +192,7 @@ def fit(
         validation = validation_source(given["validation_data"])
     elif given["validation_split"]:
         source, validation = split_off(source, given["validation_split"])
+    _check_validation_is_read(given, validation, eval_step)
     program.compile_with_optimizer()
 
     # A callback may resume an earlier fit, in the middle of its data.
@@ -252,6 +258,31 @@ def _steps_of_a_call(model: KerasModel, steps: object) -> int | None:
     return check_count("steps_per_call", steps, other="'auto'")
 
 
+def _check_validation_is_read(
+    given: Options, validation: Source | None, eval_step: EvalStep | None
+) -> None:
+    """Checks that the options of a validation have one that reads them."""
+    size = given["validation_batch_size"]
+    if validation is not None:
+        if size is not None and not validation.is_arrays:
+            raise DataError(
+                "validation_batch_size is for arrays, and other data yields batches by itself.",
+                f"validation_batch_size={brief(size)} and validation_data of type "
+                f"{type(validation.data).__name__}",
+                "Leave validation_batch_size out.",
+            )
+        return
+    options = {name: given[name] for name in ("validation_steps", "validation_freq")}
+    options |= {"validation_batch_size": size, "eval_step": eval_step}
+    for name, value in options.items():
+        if value not in (None, 1):
+            warn(
+                f"fit validates only with validation_data or validation_split, so it does not read "
+                f"{name}. Received: {name}={brief(value)}. Give validation_data=(x, y), or leave "
+                f"{name} out."
+            )
+
+
 def _check_same_arguments(
     strategy: tf.distribute.Strategy,
     arguments: Mapping[str, Nested],
@@ -274,13 +305,13 @@ def checked_arguments(kwargs: Mapping[str, object]) -> Options:
     of_keras = inspect.signature(keras.Model.fit).parameters
     explicit = list(inspect.signature(fit).parameters)[:-1]
     check_names("fit", kwargs, {*KerasArguments.__annotations__, *explicit})
-    arguments = {}
+    arguments = dict(kwargs)
     for name in KerasArguments.__annotations__:
-        arguments[name] = kwargs.get(name, of_keras[name].default)
+        arguments.setdefault(name, of_keras[name].default)
     for name in ("steps_per_epoch", "validation_steps"):
         arguments[name] = check_steps(arguments[name], name)
     if not isinstance(arguments["shuffle"], bool):
-        raise DataError("shuffle must be True or False.", f"shuffle={arguments['shuffle']!r}")
+        raise DataError("shuffle must be True or False.", f"shuffle={brief(arguments['shuffle'])}")
     for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
         arguments[name] = check_count(name, arguments[name], 0)
     return arguments

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import lock_of, wrap_for_good
 from tfmultigpu.addons.sharding import _private, tables
 from tfmultigpu.addons.sharding.loads import AT_LEAST, Limits, Loads
 from tfmultigpu.addons.sharding.reads import ShardedReads
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
@@ -168,13 +169,21 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             weakref.finalize(of_device, loads.forget, number, rows[number] * row)
         return divided
 
+    def create_or_note(create_mirrored: Any, **options: Any) -> Any:
+        try:
+            return create(create_mirrored, **options)
+        except DataError as error:
+            attached(strategy).refused = error
+            _compat.forget_empty_variables()
+            raise
+
     for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
         gc.collect()
     limits = loads.agree(strategy, loads.limits())
     entered = loads.given.entered
     entered.append(limits)
     try:
-        with strategy.scope(), tf.variable_creator_scope(create), tables.telling_weights():
+        with strategy.scope(), tf.variable_creator_scope(create_or_note), tables.telling_weights():
             yield
     finally:
         entered.pop()
@@ -293,7 +302,7 @@ def memory_of_devices(
     if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
         raise DataError(
             "memory has a positive number of bytes for each device of the strategy.",
-            f"memory={memory!r} for {', '.join(names)}",
+            f"memory={brief(memory)} for {', '.join(names)}",
         )
     return tuple(given[name] for name in names)
 

@@ -10,7 +10,6 @@ compared with one device.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
@@ -20,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.testing.differences import Difference, difference, differs, tell
+from tfmultigpu.arguments import check_callable
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.types import Nested, Untyped
@@ -32,6 +32,10 @@ _TWICE = (
     "train returns something else each time, on one device too: it draws without a seed, or keeps "
     "state from one call to the next. Create model, optimizer and data inside it, with seeds. The "
     "second time on one device:"
+)
+_TRAIN = (
+    "def train(strategy), which makes its own data and returns model.get_weights(); or give the "
+    "dataset: assert_replica_invariant(build, batches)."
 )
 _RETURN = "Return arrays, such as model.get_weights(), alone or in dicts and lists."
 
@@ -48,7 +52,7 @@ def hold(
         strategies: Those to compare with one device.
         allowed: The largest difference by the name of an array.
     """
-    check_function(train)
+    check_callable("train", train, "strategy", write=_TRAIN)
     one_device = create_strategy(prefer="one_device", fallback=False)
     expected = run(train, one_device)
     check_finite(expected)
@@ -67,20 +71,6 @@ def hold(
 def above(allowed: Callable[[str], float], differences: list[Difference]) -> list[Difference]:
     """Returns the differences that are not allowed."""
     return [found for found in differences if found.amount > allowed(found.quantity)]
-
-
-def check_function(train: object) -> None:
-    """Raises if a function does not take a strategy, before anything is trained."""
-    try:
-        inspect.signature(train).bind(None)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        name = getattr(train, "__name__", type(train).__name__)
-        raise TfMultiGpuError(
-            "Without a dataset, the function makes its own data and takes the strategy.",
-            f"{name}, {error}",
-            "Write def train(strategy), which returns model.get_weights(); or give the dataset: "
-            "assert_replica_invariant(build, batches).",
-        ) from None
 
 
 def run(train: Train, strategy: tf.distribute.Strategy) -> Values:

@@ -18,7 +18,7 @@ from tfmultigpu.addons.testing.differences import (
     tell,
 )
 from tfmultigpu.addons.testing.reference import OneDevice, Training
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_callable, check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
@@ -28,6 +28,7 @@ from tfmultigpu.types import Array, Data, Function, Options, Scalar, Shard
 
 __all__ = ["Difference", "ReplicaInvarianceError", "assert_replica_invariant", "difference"]
 
+_TRAINING = "return tmg.testing.Training(model, optimizer, loss)"
 Quantities: TypeAlias = list[tuple[str, Array | Scalar]]  # Names and values after a step.
 
 
@@ -124,7 +125,7 @@ def assert_replica_invariant(
     """
     counts = [check_count("replicas", count) for count in np.atleast_1d(replicas)]
     if not counts or not tolerance >= 0:
-        raise ValueError(f"Received: replicas={replicas!r}, tolerance={tolerance!r}.")
+        raise ValueError(f"Received: replicas={brief(replicas)}, tolerance={brief(tolerance)}.")
 
     def allowed(quantity: str) -> float:
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
@@ -140,6 +141,7 @@ def assert_replica_invariant(
     if dataset is None:
         _refuse_options({"shares": shares, "predict": None if predict else False, **options})
         return functions.hold(build, strategies(), allowed)
+    check_callable("build", build, write=f"def build(): {_TRAINING}.")
     batches = _batches_of(dataset)
     predicted = batches if predict else []
     expected = list(_train_on_one_device(_build(build), batches, predicted))
@@ -167,7 +169,7 @@ def _refuse_options(alone: Mapping[str, object]) -> None:
         if value is not None:
             raise TypeError(
                 "A function that takes the strategy trains and predicts by itself. Received: "
-                f"{name}={value!r}. Leave {name} out, and write it inside the function."
+                f"{name}={brief(value)}. Leave {name} out, and write it inside the function."
             )
 
 
@@ -190,12 +192,12 @@ def _batches_of(dataset: Data) -> list[Shard]:
 
 def _build(build: Callable[[], object]) -> Training:
     keras.utils.set_random_seed(0)
-    training = build()
+    training = build if isinstance(build, keras.Model) else build()  # Which it would call.
     if not isinstance(training, Training):
         raise TfMultiGpuError(
             "build must return a Training.",
             type(training).__name__,
-            "Write return tmg.testing.Training(model, optimizer, loss).",
+            f"Write def build(): {_TRAINING}.",
         )
     check_backend(training.model, training.optimizer, training.loss)
     return training

@@ -18,7 +18,7 @@ from tfmultigpu.addons.workers.processes import (
     run_together,
     worker_environment,
 )
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.types import Function, Untyped
 
 _TAIL = 4000
@@ -148,7 +148,7 @@ def _store_call(function: Function, args: list[object], path: Path) -> None:
         path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
     except (pickle.PicklingError, AttributeError, TypeError, tf.errors.OpError) as error:
         raise ValueError(
-            f"A worker process cannot be sent this. {error} Received: {function!r} and "
+            f"A worker process cannot be sent this. {error} Received: {brief(function)} and "
             f"{len(args)} arguments. Give a function from the top level of a module, not a script, "
             "and arrays or a function that makes the dataset; or the path of a script."
         ) from error

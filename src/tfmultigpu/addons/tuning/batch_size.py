@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_callable, check_count
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -50,6 +50,8 @@ def find_batch_size(
         >>> tmg.find_batch_size(try_batch)
         100
     """
+    write = "def try_batch(size), which trains a step on a batch of that many examples."
+    check_callable("try_batch", try_batch, "size", write=write)
     start = check_count("start", start)
     largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
     strategy = tf.distribute.get_strategy()
