@@ -169,9 +169,9 @@ class GradientAccumulator:
                 warn_of_clipped_part(gradient)
                 total.add(gradient, _same if use is None else use.undo)
 
-        number = weight.weight if isinstance(weight, LossSum) else weight
-        number = tf.cast(number, self._weights.dtype)
-        self._weights.assign_add([0.0, 1.0] if fixed else [number, 0.0])
+        divisor = weight.weight if isinstance(weight, LossSum) else weight
+        divisor = tf.cast(divisor, self._weights.dtype)
+        self._weights.assign_add([0.0, 1.0] if fixed else [divisor, 0.0])
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -22,9 +22,9 @@ from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.tally import Layout, Numbers
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.types import Data, KerasModel, Nested, StepSums, Tensor
+from tfmultigpu.user_code import warn
 
 _log = logging.getLogger("tfmultigpu")
 _Step = TypeVar("_Step", bound=TrainStep | ChainedStep | EvalStep)

@@ -35,7 +35,6 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
-from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
@@ -52,6 +51,7 @@ from tfmultigpu.types import (
     Verbose,
     Verify,
 )
+from tfmultigpu.user_code import warn
 
 if TYPE_CHECKING:
     from keras.callbacks import History
