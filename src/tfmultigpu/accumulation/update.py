@@ -78,7 +78,9 @@ def _choose(
             raise TfMultiGpuError(
                 f"Replicas cannot train with gradient_accumulation_steps={steps}.",
                 "",
-                f"Leave it out, and pass micro_batches={steps} to make_train_step.",
+                f"Leave it out, and make batches of {steps} times as many rows, each computed in "
+                f"{steps} parts: tmg.fit(model, x, y, batch_size={steps} * batch_size, "
+                f"micro_batches={steps}), or make_train_step(..., micro_batches={steps}).",
             )
     if strategy.num_replicas_in_sync > 1 and shard_update not in ("auto", update.owned):
         raise TfMultiGpuError(

@@ -219,10 +219,14 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any]
     shares = (1,) * strategy.num_replicas_in_sync
     # Where batches come from: a GPU would be given the shards of all, to cut them.
     with tf.device("CPU:0"):
-        with tf.control_dependencies(check_rows_agree(batch)):
+        checks = check_rows_agree(batch)
+        with tf.control_dependencies(checks):
             offsets = tf.identity(partition.shard_offsets(count_rows(batch), shares))
         with tf.control_dependencies([offsets]):
-            return partition.cut_rows(batch, offsets, local_replicas(strategy)), offsets
+            local = partition.cut_rows(batch, offsets, local_replicas(strategy))
+    if checks and len(shares) == 1:  # Nothing is cut, so nothing would wait for the checks.
+        local = [with_dependencies(checks, shard) for shard in local]
+    return local, offsets
 
 
 def on_shards(

@@ -66,8 +66,10 @@ def rows() -> Rows:
 def gather_rows(tensor: Tensor) -> Nested:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
-    Use it in a loss that compares the examples of a batch. Call it where ``rows`` can be called.
-    The tensor is sent once forward and once backward, so gather embeddings or sums, not images.
+    Use it in a loss that compares the examples of a batch, or in a layer that computes with several
+    rows at once. Call it where ``rows`` can be called. Where nothing is cut, as on one device or
+    while Keras builds a model, it returns the tensor. The tensor is sent once forward and once
+    backward, so gather embeddings or sums, not images.
 
     Args:
         tensor: A tensor of numbers whose first axis is the rows of this replica, or a nested
@@ -87,7 +89,7 @@ def gather_rows(tensor: Tensor) -> Nested:
         [[1.0], [2.0]]
     """
     context: Untyped = tf.distribute.get_replica_context()
-    alone = context is not None and context.num_replicas_in_sync == 1
+    alone = _nothing_is_cut(context, tensor)
     here = _rows_here() if alone else _known_rows("gather_rows")
     if here is not None and here.parts is not None:
         raise LossError(
@@ -105,6 +107,17 @@ def gather_rows(tensor: Tensor) -> Nested:
     for every, rows_here in zip(added, tensors, strict=True):
         gathered.append(tf.cast(every, rows_here.dtype))
     return tf.nest.pack_sequence_as(tensor, gathered)
+
+
+def _nothing_is_cut(context: Untyped, tensor: Nested) -> bool:
+    """Returns whether a tensor has the rows of the global batch already.
+
+    Keras calls the layers of a model for their shapes in the scope, where no replica runs.
+    """
+    if context is not None:
+        return bool(context.num_replicas_in_sync == 1)
+    leaves = tf.nest.flatten(tensor)
+    return not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
 
 
 def _rows_here() -> Rows | None:

@@ -70,6 +70,14 @@ class Quantity:
     actuals: Sequence[Array]  # As each replica has it.
     bound: float  # The relative difference that is rounding,
     slack: float = 0.0  # and the absolute one.
+    is_metric: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What it is, such as "loss" or "state"; a state of a metric is a "metric"."""
+        if self.is_metric:
+            return "metric"
+        return self.key.split()[0]
 
     @functools.cached_property
     def apart(self) -> tuple[float, float, float] | None:
@@ -171,14 +179,15 @@ def compared(
     for i, variable in enumerate(device.states):
         # As it is read beside the replicas, then each copy.
         copies = [tf.convert_to_tensor(variable.value)]
-        if variable.synchronization != "on_read":
+        if variable.synchronization != "on_read":  # It is of no metric.
             copies += local(variable.value)
         values = [copy.numpy() for copy in copies]
         whole = expected[f"state {i}"]
         if variable.trainable:  # The update has changed it since: its copies are compared alone.
             whole = values[0]
         name = f"the state {paths.get(id(variable), variable.path)!r}"
-        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
+        is_metric = variable.synchronization == "on_read"
+        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum(), is_metric=is_metric)
     for i, own in enumerate(device.own):
         name, value = f"the tf.Variable {own.name!r}", own.numpy()
         yield Quantity(f"own {i}", name, expected[f"own {i}"], [value], bounds.of_sum())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,18 +31,38 @@ _LOSS = (
     "What is computed for a row, its loss included, must depend on that row alone. Write a loss "
     "over the whole batch with tmg.gather_rows(tensor), which returns the rows of all replicas "
     "(docs/coupled-losses.md). Replicas add sums, with what divides them: "
-    "tmg.LossSum(tf.reduce_sum(values), tf.size(values)); self.add_loss(values) takes one for each "
-    "row."
+    "tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
+)
+_ADDED = (
+    "self.add_loss(values) takes one for each row; or one number for the batch, which is alike on "
+    "all replicas if it is computed from the rows of all of them: write every = "
+    "tmg.gather_rows(tensor) in the layer, and compute with every what looks at several rows."
+)
+_BACKWARD = (
+    "The losses agree, and the gradient does not: something computes with several rows at once on "
+    "the way back, such as a custom gradient that clips. Let the gradient of a row depend on that "
+    "row alone (axes=-1), or clip that of the global batch: clip_norm=1.0. Write what looks at "
+    "several rows with tmg.gather_rows(tensor), which returns the rows of all replicas."
 )
 _WEIGHT = (
     "Replicas add the weights of their LossSums, and the sum of losses is divided by that: it is "
     "the number of rows or elements of this replica, not 1 nor that of the global batch. Write "
     "tmg.LossSum(tf.reduce_sum(values), tf.size(values)) with a value for each row."
 )
+_METRIC = (
+    "Replicas add the states of metrics. Give a metric values of rows, not a mean; in one of your "
+    "own keep sums and counts, and divide in result()."
+)
 _STATE = (
-    "Replicas add sums. Give a metric values of rows, not a mean; in one of your own keep sums and "
-    "counts. A layer adds them before it assigns: total, count = "
-    "tf.distribute.get_replica_context().all_reduce('SUM', [total, count])."
+    "Each replica assigns what it computes from its own rows, and what is kept must be alike on "
+    "all replicas. Write every = tmg.gather_rows(tensor) in the layer, which returns the rows of "
+    "all replicas, and compute from every what it assigns: "
+    "self.mean.assign(tf.reduce_mean(every, 0))."
+)
+_EACH_PART = (
+    "It changes with each micro-batch. Write micro_batches=1; or change it once for each global "
+    "batch, outside of the step: layer.steps.assign_add(1) in on_train_batch_begin of a callback, "
+    "or in your loop."
 )
 _SUMMED = (
     "The values of all replicas are added, because it has aggregation='sum', and each contains the "
@@ -51,9 +71,16 @@ _SUMMED = (
     "tf.distribute.get_replica_context().all_reduce('SUM', total)."
 )
 _OWN = (
-    "Each replica assigns its own copy, for its own rows. Create the variable by add_variable of a "
-    "metric, or by add_weight of a layer, and add over the replicas before you assign: total = "
-    "tf.distribute.get_replica_context().all_reduce('SUM', total)."
+    "All replicas assign it in turn, or each its own copy. Create the variable by add_variable of "
+    "a metric, or by add_weight of a layer, or for a loss or a forward by keras.Variable(0.5, "
+    "trainable=False) in strategy.scope(). What it is assigned must be alike on all replicas: "
+    "compute what looks at rows from those of all, tmg.gather_rows(tensor)."
+)
+_OTHER_CODE = (
+    "For the same rows the replicas compute something else than one device: each has a trace of "
+    "its own, in which Python that counts or draws gives another number, or asks for the number "
+    "of its replica. Count in a weight, self.steps = self.add_weight(shape=(), "
+    'initializer="zeros", trainable=False) and self.steps.assign_add(1.0); draw by keras.random.'
 )
 _TABLE = (
     "Each replica writes to the table for its own rows, in turn. Write what does not depend on the "
@@ -92,10 +119,11 @@ _GENERATOR = (
 )
 _OF_GENERATOR = "RngReadAndSkip"  # The operation by which it counts on.
 _LAYER = (
-    "It computes with several rows at once. Let it look at one row at a time (axis=-1), apply it "
-    "to global batches in dataset.map, or compute it in forward= from the rows of all replicas: "
-    "tmg.gather_rows(tensor)."
+    "It computes with several rows at once, and a replica has only some. Let it look at one row at "
+    "a time (axis=-1), apply it to global batches in dataset.map, or compute in it with the rows "
+    "of all replicas: every = tmg.gather_rows(tensor), also for what it assigns."
 )
+_ONE_PART = "A micro-batch has only some rows, too, so write micro_batches=1 first. "
 _IN_PARTS = (
     "A layer or loss that computes with several rows at once sees those of one micro-batch. Write "
     "micro_batches=1, or take what looks at one row at a time, such as "
@@ -109,51 +137,84 @@ class Culprit:
 
     Attributes:
         layer: The first layer or operation of Keras that does; None if all agree.
+        is_of_rows: Whether one device gives another output for some rows than for all, too.
+        adds: The first layer that does in what it adds to the loss; None if all agree.
         draw: A draw that is not of the rows of its replica, in words; "" for none.
         advice: The line to write in place of the draw.
     """
 
     layer: KerasLayer = None
+    is_of_rows: bool = True
+    adds: KerasLayer = None
     draw: str = ""
     advice: str = ""
 
 
 def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[str, str]:
-    """Returns the first thing that depends on the cut, and the line to write."""
-    import keras
+    """Returns the first thing that depends on the cut, and the line to write.
+
+    A variable that is assigned comes before the layer that reads it, and a layer before what is
+    computed from it.
+    """
+    first: dict[str, Quantity] = {}
+    for quantity in found:
+        first.setdefault(quantity.kind, quantity)
+    in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
+    one_part = _ONE_PART if in_parts else ""
 
     if culprit.draw:
         return culprit.draw, culprit.advice
-    layer = culprit.layer
-    if layer is not None:
-        path = getattr(layer, "path", None) or getattr(layer, "name", "")
-        advice = _LAYER
-        if getattr(layer, "seed_generator", None) is not None:
-            advice = _DRAWS
-        elif isinstance(layer, keras.layers.BatchNormalization):
-            advice = _NORM
-        return f"{type(layer).__name__} {path!r}", advice
+    if "own" in first:
+        return first["own"].name, _OWN
+    if culprit.layer is not None:
+        return _shown(culprit.layer), one_part + _advice_on(culprit)
+    if culprit.adds is not None:
+        return f"what {_shown(culprit.adds)} adds to the loss", one_part + _ADDED
     # On one device it would be another number, which no layer can change.
-    if any(quantity.key == "weight" for quantity in found):
+    if "weight" in first:
         return "the weight of the loss", _WEIGHT
+    # All layers agree: with micro-batches they do so in one part.
+    if in_parts and "state" in first:
+        return first["state"].name, _EACH_PART
     kind = name = ""
     if found:
+<<<<<<< HEAD
         kind, name = found[0].key.split()[0], found[0].name
     if kind == "state" and is_added(step.runner.trace.state[int(found[0].key.split()[1])]):
         return name, _SUMMED
     known = {"state": _STATE, "own": _OWN, "table": _TABLE, "update": _UPDATE}
+=======
+        kind, name = found[0].kind, found[0].name
+    known = {"state": _STATE, "metric": _METRIC, "table": _TABLE, "update": _UPDATE}
+>>>>>>> advice
     if kind in known:
         return name, known[kind]
-    if any(isinstance(feature, MicroBatches) for feature in step.features):
+    if in_parts:
         return "", _IN_PARTS
-    if kind == "gradient_norm":  # All layers agree.
-        name = ""
+    if kind == "gradient_norm":
+        return "", _BACKWARD
     return name, _LOSS
+
+
+def _advice_on(culprit: Culprit) -> str:
+    """Returns the line to write in place of a layer."""
+    import keras
+
+    if getattr(culprit.layer, "seed_generator", None) is not None:
+        return _DRAWS
+    if isinstance(culprit.layer, keras.layers.BatchNormalization):
+        return _NORM
+    return _LAYER if culprit.is_of_rows else _OTHER_CODE
+
+
+def _shown(layer: KerasLayer) -> str:
+    path = getattr(layer, "path", None) or getattr(layer, "name", "")
+    return f"{type(layer).__name__} {path!r}"
 
 
 def explain_norms(layers: Sequence[KerasLayer]) -> Verification:
     """Returns what to say of layers that normalize by the rows of their replica."""
-    culprit = f"{type(layers[0]).__name__} {layers[0].path!r}"
+    culprit = _shown(layers[0])
     if len(layers) > 1:
         culprit += f" and {len(layers) - 1} more"
     difference = "each replica normalizes by the mean and variance of its own rows"
@@ -168,6 +229,7 @@ class _Piece(NamedTuple):
         rows: How many rows there are.
         outputs: What the layers returned, in order.
         sums: The sum of each term of the loss.
+        added: What each call of ``add_loss`` adds to that.
         sizes: For each draw whose first axis is open the length of that.
     """
 
@@ -175,6 +237,7 @@ class _Piece(NamedTuple):
     rows: Array
     outputs: list[Array]
     sums: list[Array]
+    added: list[Array]
     sizes: list[Array]
 
 
@@ -184,12 +247,16 @@ class _Passes:
 
     Attributes:
         layers: The layers that were called, for each of the outputs.
+        adders: The layers that add to the loss, for each call of ``add_loss``.
         draws: For each draw the line of the user that makes it.
+        run: Computes the pieces for some shards and their offsets.
         pieces: One for each replica.
     """
 
     layers: list[KerasLayer]
+    adders: list[KerasLayer]
     draws: list[str]
+    run: Callable[[list[Shard], Tensor], list[_Piece]]
     pieces: list[_Piece]
 
 
@@ -207,6 +274,7 @@ def locate(
         few.append(partition.slice_rows(shard, 0, int(counts[number])))
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
     batch = cut_batch(device.twin.strategy, join(few))
+<<<<<<< HEAD
     exchange = WorkerExchange(step.strategy)
 
     def forward() -> tuple[_Passes, _Passes]:
@@ -218,6 +286,21 @@ def locate(
     # Workers have other rows, and what they exchange next depends on what all of them see.
     number = exchange("the first layer apart", [_first_apart(one, cut, bound)]).min()
     layer = [*one.layers, None][number]
+=======
+    one = _forward(step, device.twin, *batch)
+    cut = _forward(step, step, few, places)
+    if (cut.layers, cut.adders) != (one.layers, one.adders):
+        return Culprit()
+    adds = None
+    for adder, apart in zip(one.adders, _apart(step, one, cut, "added"), strict=True):
+        if adds is None and apart > bound:
+            adds = adder
+    found, number = _first_apart(one, cut, bound)
+    # One worker may have no row that shows it.
+    everywhere = WorkerExchange(step.strategy)("the first layer that differs", [found])
+    first = int(everywhere.min())
+    layer = (*one.layers, None)[first]
+>>>>>>> advice
     is_draw = getattr(layer, "seed_generator", None) is not None
     if is_draw or cut.draws != one.draws:
         return Culprit(layer)
@@ -229,18 +312,35 @@ def locate(
             return Culprit(draw=draw.replace(" 1 * rows", " rows"), advice=_REST)
         if times > 1:
             # Nothing tells how its rows lie, so it is tried: all workers find the same draws.
+<<<<<<< HEAD
             in_blocks = functools.partial(_forward, step, step, few, places, in_blocks=True)
             blocks = exchange.together("a forward pass in blocks", in_blocks)
             before, after = (_sums_apart(exchange, one, passes) for passes in (cut, blocks))
+=======
+            blocks = _forward(step, step, few, places, in_blocks=True)
+            before, after = (
+                max(_apart(step, one, passes, "sums"), default=0.0) for passes in (cut, blocks)
+            )
+>>>>>>> advice
             if before > 16.0 * bound**2 and before > 16.0 * after:
                 draw = f"the draw in {place}, whose first axis is {times} * rows"
                 return Culprit(draw=draw, advice=_BLOCKS.format(times=times))
             break
     if any(_OF_GENERATOR in state.operation for state in step.runner.touched.states):
         return Culprit(draw="a draw of tf.random.Generator", advice=_GENERATOR)
-    return Culprit(layer)
+    if layer is None:
+        return Culprit(adds=adds)
+    # The trace of one device computes these rows alone: does it show that others are missing?
+    is_of_rows = True
+    if found == first:
+        piece = cut.pieces[number]
+        bounds = tf.cast(tf.stack([piece.first, piece.first + piece.rows]), tf.int64)
+        alone = dataclasses.replace(one, pieces=one.run([few[number]], bounds))
+        is_of_rows = _first_apart(one, alone, bound)[0] <= first
+    return Culprit(layer, is_of_rows=is_of_rows)
 
 
+<<<<<<< HEAD
 def _first_apart(one: _Passes, cut: _Passes, bound: float) -> int:
     """Returns the number of the first layer of which a replica has other values than one device.
 
@@ -266,6 +366,20 @@ def _lengths(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> list[tuple
         if (of_draw != of_draw[0]).any():
             lengths[number] = 0, 0
     return lengths
+=======
+def _first_apart(one: _Passes, cut: _Passes, bound: float) -> tuple[int, int]:
+    """Returns the number of the first layer of which a piece has other values, and of the piece.
+
+    If all agree, that is the number of layers.
+    """
+    (whole,) = one.pieces
+    for number in range(len(one.layers)):
+        for order, piece in enumerate(cut.pieces):
+            place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
+            if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
+                return number, order
+    return len(one.layers), 0
+>>>>>>> advice
 
 
 def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
@@ -285,16 +399,28 @@ def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
     return times, added
 
 
+<<<<<<< HEAD
 def _sums_apart(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> float:
     """Returns how far the added losses of all replicas are from one device's; all workers call it.
+=======
+def _apart(step: Step, one: _Passes, cut: _Passes, name: Literal["sums", "added"]) -> list[float]:
+    """Returns how far losses, added over all replicas, are from one device's; for all workers.
+>>>>>>> advice
 
-    It is relative to the largest.
+    Each is relative to the largest.
     """
+<<<<<<< HEAD
     whole = np.asarray(one.pieces[0].sums)
     here = np.sum([piece.sums for piece in cut.pieces], axis=0)
     everywhere = exchange.floats("the loss of a few rows", here)
+=======
+    whole = np.asarray(getattr(one.pieces[0], name))
+    here = np.sum([getattr(piece, name) for piece in cut.pieces], axis=0)
+    everywhere = WorkerExchange(step.strategy).floats("the loss of a few rows", here)
+>>>>>>> advice
     apart = np.abs(everywhere.sum(axis=0) - whole)
-    return float(np.max(apart, initial=0.0) / max(np.max(np.abs(whole), initial=0.0), 1e-30))
+    largest = max(np.max(np.abs(whole), initial=0.0), 1e-30)
+    return [float(each) for each in apart / largest]
 
 
 def _forward(
@@ -311,12 +437,15 @@ def _forward(
     """
     import keras
 
-    layers: list[KerasLayer] = []  # For each output of the last trace.
+    layers: list[KerasLayer] = []  # For each output of the last trace,
+    adders: list[KerasLayer] = []  # and for each loss that a layer adds.
     draws: list[str] = []
 
     def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
         graph, kept = tf.compat.v1.get_default_graph(), []
+        added: list[Tensor] = []
         layers.clear()
+        adders.clear()
 
         def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
             result = original(layer, *args, **kwargs)
@@ -326,30 +455,54 @@ def _forward(
                     kept.append(tensor)
             return result
 
+        def add(original: Function, layer: KerasLayer, losses: Nested) -> Nested:
+            for tensor in dense(losses):
+                if tensor.graph is graph:
+                    adders.append(layer)
+                    # A number is a mean over the rows, values are summed.
+                    added.append(tf.reduce_mean(tensor) * tf.cast(rows.count, tensor.dtype))
+            return original(layer, losses)
+
         # Keras offers no access to the outputs of layers inside a subclassed model.
         tracing = tracing_model(runs, rows)
         noting = patching(keras.Operation, "__call__", call)
+        adding = patching(keras.layers.Layer, "add_loss", add)
         watching = watching_draws(in_blocks=in_blocks)
-        with watching as drawn, tracing, DeferredAssignments((), rows.counts()), noting:
+        with watching as drawn, tracing, DeferredAssignments((), rows.counts()), noting, adding:
             sums = step.run_model(shard)
         # A size inside of a loop or a branch does not leave it.
         seen = [draw for draw in drawn if draw.size.graph is graph]
         draws[:] = [draw.place for draw in seen]
         sizes = cast_all([draw.size for draw in seen], tf.int64)
         outputs, losses = cast_all(kept, tf.float64), cast_all(sums, tf.float64)
-        return _Piece(rows.first, rows.count, outputs, losses, sizes)
+        more = cast_all(added, tf.float64)
+        return _Piece(rows.first, rows.count, outputs, losses, more, sizes)
 
+<<<<<<< HEAD
     def run(local: list[Shard], offsets: Tensor) -> Nested:
         in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
         with sharing_seeds(step.strategy), runs.around_trace():
             phase = for_all_replicas(runs, replica, in_one_part)
+=======
+    def traced(local: list[Shard], offsets: Tensor) -> Nested:
+        phase: Function = functools.partial(on_replicas, runs.strategy, replica)
+        for feature in runs.features:
+            if not isinstance(feature, MicroBatches):  # In one part.
+                phase = feature.around_phase(phase)
+        with sharing_seeds(step.strategy):
+>>>>>>> advice
             return phase(shards_of(runs.strategy, local, offsets), Trace())
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))
-    concrete = tf.function(run, autograph=False).get_concrete_function(*specs)
-    with putting_back(step, concrete):
-        pieces = concrete(local, offsets)
-    return _Passes(layers, draws, tf.nest.map_structure(lambda tensor: tensor.numpy(), pieces))
+    concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
+
+    def run(local: list[Shard], offsets: Tensor) -> list[_Piece]:
+        with putting_back(step, concrete):
+            pieces = concrete(local, offsets)
+        numbers: list[_Piece] = tf.nest.map_structure(lambda tensor: tensor.numpy(), pieces)
+        return numbers
+
+    return _Passes(layers, adders, draws, run, run(local, offsets))
 
 
 def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: float) -> bool:
