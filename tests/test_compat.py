@@ -114,6 +114,30 @@ def test_keras_attaches_masks_to_tensors():
     assert _compat.keras_mask(tf.zeros([2])) is None
 
 
+# Fails if layers hear in another way that they train: what remat computes again would not.
+def test_layers_hear_from_the_call_around_them_that_they_train():
+    heard = []
+
+    class Asks(keras.layers.Layer):
+        def call(self, x, training=None):
+            heard.append(training)
+            return x
+
+    class Calls(keras.layers.Layer):
+        def call(self, x):
+            self.around = _compat.layer_call()
+            return ask(x)
+
+    ask, outer = Asks(), Calls()
+    assert _compat.layer_call() is None
+    outer(tf.zeros([1]), training=True)
+    with _compat.inside_layer_call(outer.around):
+        ask(tf.zeros([1]))
+    ask(tf.zeros([1]))
+    assert heard == [True, True, None]
+    assert _compat.layer_call() is None
+
+
 # Gradients that are already summed ----------------------------------------------------------------
 
 

@@ -8,13 +8,13 @@ HOOKS = (
     broken(
         "a loop that is over keeps its iterator",
         "iterator, self.iterator = self.iterator, None",
-        "iterator = self.iterator",
+        "iterator = None",
         "test_let_go.py::test_a_generator_ends_with_the_loop_that_reads_it[2]",
     ),
     broken(
         "an error keeps the iterator of its loop",
-        "if iterator is not None and kind is not None:",
-        "if False:",
+        "if iterator is not None:\n            iterator.close()",
+        "del iterator",
         "test_let_go.py::test_a_generator_ends_with_the_loop_that_reads_it[2]",
     ),
     broken(
@@ -28,6 +28,18 @@ HOOKS = (
         "batches.reader.owe_no_end()",
         "pass",
         "test_py_datasets.py::test_a_py_dataset_that_shuffles_itself_trains_as_in_keras[3]",
+    ),
+    broken(
+        "a pass that one loop continues is ended by another loop over the same data",
+        "    return data.read_apart()\n",
+        "    return data\n",
+        "test_py_datasets.py::test_epochs_of_some_steps_continue_a_pass_that_others_read_too[2]",
+    ),
+    broken(
+        "a pass is closed while its thread is still in it",
+        "            self._end_reading()\n            if self.batches.reader is not None:\n",
+        "            if self.batches.reader is not None:\n",
+        "test_py_datasets.py::test_epochs_of_some_steps_continue_a_pass_that_others_read_too[2]",
     ),
     broken(
         "batches of the next epoch are read before it begins",

@@ -64,8 +64,10 @@ for _part in ("epoch", "train_batch", "test_batch"):
 def by_rows(calls: Any, train: Sequence[int], test: Sequence[int]) -> list[Any]:
     """Returns what Keras recorded, with the losses of single outputs as means over rows.
 
-    Keras averages these over batches, whatever their sizes (but ``loss`` by rows).
+    Keras before 3.16 averages these over batches, whatever their sizes (but ``loss`` by rows).
     """
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16):
+        return list(calls)
     result, seen = [], {}
     for name, number, logs in calls:
         logs = dict(logs)

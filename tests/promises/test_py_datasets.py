@@ -142,3 +142,29 @@ def test_no_batch_is_read_before_its_epoch(replicas: int) -> None:
         assert_values(*pairs, [variable.path for variable in truth.model.variables])
         ends = [steps - before for name, steps, _ in data.calls if name == "end"]
         assert ends == np.cumsum([0, *map(len, epochs)]).tolist()
+
+
+class InOrder(keras.utils.PyDataset):
+    """Rows in one order, of which threads of Keras make batches."""
+
+    def __init__(self) -> None:
+        super().__init__(workers=2)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return X[SIZE * index :][:SIZE], Y[SIZE * index :][:SIZE]
+
+
+# Fails if the pass that the epochs of fit continue is ended or moved on by a validation of the same
+# distributed data, or if a pass is closed while its thread is still in it.
+@pytest.mark.parametrize("replicas", [2])
+def test_epochs_of_some_steps_continue_a_pass_that_others_read_too(replicas: int) -> None:
+    options = {"epochs": 6, "steps_per_epoch": 2, "verbose": 0}
+    plain, model = compiled(None), compiled(replicas)
+    truth = keras_fit(plain, InOrder(), validation_data=InOrder(), **options)
+    data = tmg.distribute_dataset(InOrder(), strategy_of(replicas))
+    history = tmg.fit(model, data, validation_data=data, verify=False, **options)
+    assert_logs(history.history, truth.history)
+    assert_values(model.get_weights(), plain.get_weights(), [v.path for v in plain.weights])

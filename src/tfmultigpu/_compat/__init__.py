@@ -17,8 +17,10 @@ from tfmultigpu._compat.keras_data import KerasReading, data_adapter, reading_of
 from tfmultigpu._compat.keras_draws import global_seeds, home_of, set_global_seeds
 from tfmultigpu._compat.keras_layers import (
     forget_empty_variables,
+    inside_layer_call,
     is_part_of_keras,
     keras_mask,
+    layer_call,
     layers_inside,
     set_keras_mask,
 )
@@ -82,12 +84,14 @@ __all__ = [
     "global_seeds",
     "graphs_inside",
     "home_of",
+    "inside_layer_call",
     "is_for_checkpoints",
     "is_part_of_keras",
     "is_stateful",
     "is_variable_handle",
     "keeping_sums",
     "keras_mask",
+    "layer_call",
     "layers_inside",
     "may_not_be_linear",
     "moments_of_batch",

@@ -1,12 +1,16 @@
-"""Layers inside a model, the masks of their outputs, and whether Keras defines a class."""
+"""Layers inside a model, how they are called, their masks, and whether Keras defines a class."""
 
 from __future__ import annotations
 
+import copy
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tfmultigpu.types import KerasLayer, KerasModel, Tensor, Untyped
 
 _MASK = "_keras_mask"
+_CALL = "current_call_ctx"
 
 
 def keras_mask(tensor: Tensor) -> Tensor | None:
@@ -21,6 +25,31 @@ def keras_mask(tensor: Tensor) -> Tensor | None:
 def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
     """Attaches a mask to a tensor, as Keras layers do; private as above."""
     setattr(tensor, _MASK, mask)
+
+
+def layer_call() -> Untyped:
+    """Returns what a layer that is called now hands down to layers inside it: whether it trains.
+
+    Private: ``keras.src.backend.common.global_state``, in which the outermost call of a layer keeps
+    it. From Keras 3.16 on layers do not pass ``training`` on in any other way. Without it the
+    layers of a rematerialized model are computed again as in a prediction.
+    """
+    from keras.src.backend.common import global_state
+
+    return copy.copy(global_state.get_global_attribute(_CALL))
+
+
+@contextmanager
+def inside_layer_call(call: Untyped) -> Iterator[None]:
+    """Has layers called as inside an earlier call, of ``layer_call``; private as above."""
+    from keras.src.backend.common import global_state
+
+    before = global_state.get_global_attribute(_CALL)
+    global_state.set_global_attribute(_CALL, call)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_CALL, before)
 
 
 def layers_inside(model: KerasModel) -> list[KerasLayer]:

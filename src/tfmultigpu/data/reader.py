@@ -37,14 +37,11 @@ class Reader:
     def __init__(
         self,
         begin: Callable[[], Iterator[Shard]],
-        looked_at: list[Shard],
-        name: str,
+        spec: BatchSpec,
         hooks: Data = None,
     ) -> None:
         """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
-        if not looked_at:
-            raise DataError("The data yields no batches.", repr(name))
-        self.spec = _spec_of_batches(looked_at)
+        self.spec = spec
         self.cardinality: int = tf.data.UNKNOWN_CARDINALITY
         if hooks is not None:
             length = hooks.num_batches
@@ -79,7 +76,8 @@ class Reader:
                 )
             return batches
 
-        return cls(begin, looked_at, getattr(make_batches, "__name__", ""))
+        name = getattr(make_batches, "__name__", "")
+        return cls(begin, _spec_of_batches(looked_at, name))
 
     @classmethod
     def of_keras(cls, data: Data) -> Reader | None:
@@ -89,7 +87,12 @@ class Reader:
             return None
         # Keras makes these once more for the first pass, which on_epoch_end may have shuffled.
         looked_at = _look_at(reading.looked_at())
-        return cls(reading.batches, looked_at, type(data).__name__, reading.hooks)
+        spec = _spec_of_batches(looked_at, type(data).__name__)
+        return cls(reading.batches, spec, reading.hooks)
+
+    def apart(self) -> Reader:
+        """Returns a reader of the same data whose passes are its own: nothing else ends them."""
+        return Reader(self._begin, self.spec, self._hooks)
 
     # Between the passes, on the thread that trains. -----------------------------------------------
 
@@ -121,7 +124,10 @@ class Reader:
         self._most, self._continues = most, continues
 
     def end_pass(self) -> None:
-        """Drops the pass that is to be continued: the next iterator begins another one."""
+        """Drops the pass that is to be continued: the next iterator begins another one.
+
+        No iterator may read it any more: Python refuses to close what another thread runs.
+        """
         close: Function | None = getattr(self._pass, "close", None)
         self._pass = None
         if close is not None:
@@ -171,7 +177,9 @@ def _to_tensor_or_array(leaf: Tensor) -> Tensor | Array:
     return np.asarray(leaf)
 
 
-def _spec_of_batches(batches: list[Shard]) -> BatchSpec:
+def _spec_of_batches(batches: list[Shard], name: str) -> BatchSpec:
+    if not batches:
+        raise DataError("The data yields no batches.", repr(name))
     first = tf.nest.map_structure(_spec_of, batches[0])
     second = tf.nest.map_structure(_spec_of, batches[-1])
     return tf.nest.map_structure(

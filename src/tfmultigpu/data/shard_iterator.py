@@ -61,8 +61,10 @@ class ShardIterator(Iterator[Shard]):
             return
         # TensorFlow ends the threads of an iterator that is made anew, here over no element.
         handle, *_ = tf.nest.flatten(self.source, expand_composites=True)
+        plain = tf.data.Options()  # To optimise what is never read takes as long as to begin it.
+        plain.autotune.enabled = plain.experimental_optimization.apply_default_optimizations = False
         with tf.device("CPU:0"):
-            nothing = tf.data.experimental.to_variant(elements.take(0))
+            nothing = tf.data.experimental.to_variant(elements.take(0).with_options(plain))
             if isinstance(self.source, tf.distribute.DistributedIterator):
                 tf.raw_ops.MultiDeviceIteratorInit(
                     dataset=nothing, multi_device_iterator=handle, max_buffer_size=1

@@ -24,7 +24,7 @@ from tfmultigpu.data.preprocessing import (
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import global_batches, to_examples
+from tfmultigpu.data.sources import batches_of, global_batches, to_examples
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
@@ -298,7 +298,16 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             self.reader.begin()
         return begun
 
-    def with_batches(self, batches: Batches, skip: int = 0) -> ShardedDataset:
+    def read_apart(self) -> ShardedDataset:
+        """Returns the same data, for a loop that continues passes which no other one may end."""
+        if self.reader is None:
+            return self
+        reader = self.reader.apart()
+        return self.with_batches(batches_of(reader), reader=reader)
+
+    def with_batches(
+        self, batches: Batches, skip: int = 0, reader: Reader | None = None
+    ) -> ShardedDataset:
         """Returns other batches of the same type, cut and preprocessed as these are."""
         return ShardedDataset(
             batches,
@@ -308,7 +317,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             self.preprocessing,
             skip,
             copies=self.cut.copies,
-            reader=self.reader,
+            reader=reader or self.reader,
         )
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:

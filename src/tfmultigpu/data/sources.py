@@ -61,8 +61,12 @@ def global_batches(data: Data, batch_size: int | None = None) -> GlobalBatches:
         )
     if reader is None:
         return GlobalBatches(data)
-    made = tf.data.Dataset.from_generator(reader, output_signature=reader.spec)
-    return GlobalBatches(untuned(made), reader)
+    return GlobalBatches(batches_of(reader), reader)
+
+
+def batches_of(reader: Reader) -> Batches:
+    """Returns what a reader reads as a dataset."""
+    return untuned(tf.data.Dataset.from_generator(reader, output_signature=reader.spec))
 
 
 def untuned(dataset: Batches) -> Batches:

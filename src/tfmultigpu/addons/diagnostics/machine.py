@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfmultigpu._version import __version__
+from tfmultigpu._version import __version__, version_of_keras
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import Device, list_devices
 from tfmultigpu.devices.gpu_memory import read_gpus
@@ -156,7 +156,7 @@ def _versions() -> dict[str, str]:
     return {
         "tfmultigpu": __version__,
         "tensorflow": tf.__version__,
-        "keras": installed.get("keras", "not installed"),
+        "keras": version_of_keras(),
         "numpy": installed.get("numpy", "not installed"),
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "packages of NVIDIA": ", ".join(nvidia) or "none",

@@ -106,11 +106,8 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Lets go of the iterator, and ends it where a traceback holds it as well."""
-        iterator, self.iterator = self.iterator, None
-        if iterator is not None and kind is not None:
-            iterator.close()
-        del iterator  # The thread that reads ahead has ended after this.
+        """Ends the iterator, and the pass of an object of the user."""
+        self._end_reading()
         if self.batches.reader is not None:
             self.batches.reader.end_pass()
             self.batches.reader.read_by(None, continues=False)
@@ -159,6 +156,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
     def _begin_pass(self) -> None:
         # One iterator of pass after pass goes on, unless a pass was broken off.
         if self.iterator is None or not self._repeats or self._left_in_pass:
+            self._end_reading()
             if self.batches.reader is not None:
                 self.batches.reader.end_pass()
             self._iterate()
@@ -168,8 +166,14 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         self._is_new_pass = True
 
     def _iterate(self) -> None:
-        self.iterator = None  # It reads no more when a PyDataset hears that the next epoch begins.
+        self._end_reading()  # Before a PyDataset hears that the next epoch begins.
         self.iterator = iter(self.batches)
+
+    def _end_reading(self) -> None:
+        """Ends the threads that read ahead, whatever else refers to the iterator."""
+        iterator, self.iterator = self.iterator, None
+        if iterator is not None:
+            iterator.close()
 
     def _warn(self) -> None:
         warnings.warn(

@@ -275,7 +275,9 @@ def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading)
                 f"{name}={brief(value)}",
                 f"Give the dataset itself, or leave {name} out.",
             )
-    return data
+    if isinstance(data, PositionedDataset):  # Nothing continues its passes.
+        return data
+    return data.read_apart()
 
 
 def _length(data: Data, batches: ShardedDataset, reading: Reading) -> int | None:

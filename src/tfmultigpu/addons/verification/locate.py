@@ -178,15 +178,10 @@ def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[st
         return first["state"].name, _EACH_PART
     kind = name = ""
     if found:
-<<<<<<< HEAD
-        kind, name = found[0].key.split()[0], found[0].name
+        kind, name = found[0].kind, found[0].name
     if kind == "state" and is_added(step.runner.trace.state[int(found[0].key.split()[1])]):
         return name, _SUMMED
-    known = {"state": _STATE, "own": _OWN, "table": _TABLE, "update": _UPDATE}
-=======
-        kind, name = found[0].kind, found[0].name
     known = {"state": _STATE, "metric": _METRIC, "table": _TABLE, "update": _UPDATE}
->>>>>>> advice
     if kind in known:
         return name, known[kind]
     if in_parts:
@@ -274,33 +269,22 @@ def locate(
         few.append(partition.slice_rows(shard, 0, int(counts[number])))
     places = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
     batch = cut_batch(device.twin.strategy, join(few))
-<<<<<<< HEAD
     exchange = WorkerExchange(step.strategy)
 
     def forward() -> tuple[_Passes, _Passes]:
         return _forward(step, device.twin, *batch), _forward(step, step, few, places)
 
     one, cut = exchange.together("a forward pass over a few rows", forward)
-    if cut.layers != one.layers:
-        return Culprit()
-    # Workers have other rows, and what they exchange next depends on what all of them see.
-    number = exchange("the first layer apart", [_first_apart(one, cut, bound)]).min()
-    layer = [*one.layers, None][number]
-=======
-    one = _forward(step, device.twin, *batch)
-    cut = _forward(step, step, few, places)
     if (cut.layers, cut.adders) != (one.layers, one.adders):
         return Culprit()
     adds = None
-    for adder, apart in zip(one.adders, _apart(step, one, cut, "added"), strict=True):
+    for adder, apart in zip(one.adders, _apart(exchange, one, cut, "added"), strict=True):
         if adds is None and apart > bound:
             adds = adder
+    # Workers have other rows, and what they exchange next depends on what all of them see.
     found, number = _first_apart(one, cut, bound)
-    # One worker may have no row that shows it.
-    everywhere = WorkerExchange(step.strategy)("the first layer that differs", [found])
-    first = int(everywhere.min())
+    first = int(exchange("the first layer apart", [found]).min())
     layer = (*one.layers, None)[first]
->>>>>>> advice
     is_draw = getattr(layer, "seed_generator", None) is not None
     if is_draw or cut.draws != one.draws:
         return Culprit(layer)
@@ -312,16 +296,11 @@ def locate(
             return Culprit(draw=draw.replace(" 1 * rows", " rows"), advice=_REST)
         if times > 1:
             # Nothing tells how its rows lie, so it is tried: all workers find the same draws.
-<<<<<<< HEAD
             in_blocks = functools.partial(_forward, step, step, few, places, in_blocks=True)
             blocks = exchange.together("a forward pass in blocks", in_blocks)
-            before, after = (_sums_apart(exchange, one, passes) for passes in (cut, blocks))
-=======
-            blocks = _forward(step, step, few, places, in_blocks=True)
             before, after = (
-                max(_apart(step, one, passes, "sums"), default=0.0) for passes in (cut, blocks)
+                max(_apart(exchange, one, passes, "sums"), default=0.0) for passes in (cut, blocks)
             )
->>>>>>> advice
             if before > 16.0 * bound**2 and before > 16.0 * after:
                 draw = f"the draw in {place}, whose first axis is {times} * rows"
                 return Culprit(draw=draw, advice=_BLOCKS.format(times=times))
@@ -340,19 +319,18 @@ def locate(
     return Culprit(layer, is_of_rows=is_of_rows)
 
 
-<<<<<<< HEAD
-def _first_apart(one: _Passes, cut: _Passes, bound: float) -> int:
-    """Returns the number of the first layer of which a replica has other values than one device.
+def _first_apart(one: _Passes, cut: _Passes, bound: float) -> tuple[int, int]:
+    """Returns the number of the first layer of which a piece has other values, and of the piece.
 
-    The number of all layers, if none has.
+    If all agree, that is the number of layers.
     """
     (whole,) = one.pieces
     for number in range(len(one.layers)):
-        for piece in cut.pieces:
+        for order, piece in enumerate(cut.pieces):
             place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
             if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
-                return number
-    return len(one.layers)
+                return number, order
+    return len(one.layers), 0
 
 
 def _lengths(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> list[tuple[int, int]]:
@@ -366,20 +344,6 @@ def _lengths(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> list[tuple
         if (of_draw != of_draw[0]).any():
             lengths[number] = 0, 0
     return lengths
-=======
-def _first_apart(one: _Passes, cut: _Passes, bound: float) -> tuple[int, int]:
-    """Returns the number of the first layer of which a piece has other values, and of the piece.
-
-    If all agree, that is the number of layers.
-    """
-    (whole,) = one.pieces
-    for number in range(len(one.layers)):
-        for order, piece in enumerate(cut.pieces):
-            place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
-            if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
-                return number, order
-    return len(one.layers), 0
->>>>>>> advice
 
 
 def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
@@ -399,25 +363,16 @@ def _length(one: _Passes, cut: _Passes, number: int) -> tuple[int, int]:
     return times, added
 
 
-<<<<<<< HEAD
-def _sums_apart(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> float:
-    """Returns how far the added losses of all replicas are from one device's; all workers call it.
-=======
-def _apart(step: Step, one: _Passes, cut: _Passes, name: Literal["sums", "added"]) -> list[float]:
+def _apart(
+    exchange: WorkerExchange, one: _Passes, cut: _Passes, name: Literal["sums", "added"]
+) -> list[float]:
     """Returns how far losses, added over all replicas, are from one device's; for all workers.
->>>>>>> advice
 
     Each is relative to the largest.
     """
-<<<<<<< HEAD
-    whole = np.asarray(one.pieces[0].sums)
-    here = np.sum([piece.sums for piece in cut.pieces], axis=0)
-    everywhere = exchange.floats("the loss of a few rows", here)
-=======
     whole = np.asarray(getattr(one.pieces[0], name))
     here = np.sum([getattr(piece, name) for piece in cut.pieces], axis=0)
-    everywhere = WorkerExchange(step.strategy).floats("the loss of a few rows", here)
->>>>>>> advice
+    everywhere = exchange.floats("the loss of a few rows", here)
     apart = np.abs(everywhere.sum(axis=0) - whole)
     largest = max(np.max(np.abs(whole), initial=0.0), 1e-30)
     return [float(each) for each in apart / largest]
@@ -478,19 +433,10 @@ def _forward(
         more = cast_all(added, tf.float64)
         return _Piece(rows.first, rows.count, outputs, losses, more, sizes)
 
-<<<<<<< HEAD
-    def run(local: list[Shard], offsets: Tensor) -> Nested:
+    def traced(local: list[Shard], offsets: Tensor) -> Nested:
         in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
         with sharing_seeds(step.strategy), runs.around_trace():
             phase = for_all_replicas(runs, replica, in_one_part)
-=======
-    def traced(local: list[Shard], offsets: Tensor) -> Nested:
-        phase: Function = functools.partial(on_replicas, runs.strategy, replica)
-        for feature in runs.features:
-            if not isinstance(feature, MicroBatches):  # In one part.
-                phase = feature.around_phase(phase)
-        with sharing_seeds(step.strategy):
->>>>>>> advice
             return phase(shards_of(runs.strategy, local, offsets), Trace())
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib.metadata
 import os
 import platform
 import signal
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._version import __version__
+from tfmultigpu._version import __version__, version_of_keras
 from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
@@ -47,7 +46,7 @@ def join(
         "communication": communication,
         "the version of tfmultigpu": __version__,
         "the version of tensorflow": tf.__version__,
-        "the version of keras": importlib.metadata.version("keras"),
+        "the version of keras": version_of_keras(),
         "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }
     channels = meet(cluster, card, timeout, problem)

@@ -108,6 +108,7 @@ class _Call:
     ) -> None:
         self._function, self._scope, self._trained = function, scope, trained
         self._seeds = _Seeds(function)
+        self._layer_call = _compat.layer_call()
 
     def on(self, args: Value, kwargs: Value) -> Value:
         """Returns what the function returns, and adds to layers the losses that it adds."""
@@ -155,6 +156,7 @@ class _Call:
             tape.watch(inputs)
             with (
                 noting_operations() as operations,
+                _compat.inside_layer_call(self._layer_call),
                 self._scope.repeating(self._values),
                 self._seeds.repeating(delay),
             ):
