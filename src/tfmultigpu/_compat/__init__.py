@@ -18,6 +18,7 @@ from tfmultigpu._compat.keras_layers import (
     is_part_of_keras,
     keras_mask,
     layers_inside,
+    own_variables,
     set_keras_mask,
 )
 from tfmultigpu._compat.keras_optimizers import (
@@ -83,6 +84,7 @@ __all__ = [
     "moments_of_batch",
     "numbers_collectives",
     "optimizer_trains",
+    "own_variables",
     "profiles_batches",
     "reading_of_keras",
     "rematerialized",

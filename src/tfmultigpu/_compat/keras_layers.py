@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfmultigpu.types import KerasLayer, KerasModel, Tensor
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Tensor
 
 _MASK = "_keras_mask"
 
@@ -30,6 +30,18 @@ def layers_inside(model: KerasModel) -> list[KerasLayer]:
     if not hasattr(model, "_flatten_layers"):
         return list(getattr(model, "layers", ()))
     return list(model._flatten_layers(include_self=False))
+
+
+def own_variables(layer: KerasLayer) -> list[KerasVariable]:
+    """Returns the variables of a layer itself, its seeds among them, without those of layers in it.
+
+    Private: the lists of a layer. ``layer.variables`` visits all layers inside each time, and a
+    step asks at each call; without the lists it would.
+    """
+    seeds = [generator.state for generator in getattr(layer, "_seed_generators", ())]
+    if not hasattr(layer, "_trainable_variables"):
+        return list(layer.variables)
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
 
 
 def is_part_of_keras(source: object) -> bool:

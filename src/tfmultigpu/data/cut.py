@@ -23,8 +23,9 @@ class Cut:
     each replica's element holds only its own shard. With one replica and dense tensors an element
     is the global batch itself: mapping a function over the data would cost more than a small step.
 
-    Cuts are equal if they read elements alike, whatever the shares: one trace of a ``tf.function``
-    serves all datasets of a type.
+    Cuts are equal if they read elements alike: one trace of a ``tf.function`` serves all datasets
+    of a type, whatever the shares. If the number of rows is known, a trace holds the offsets, and
+    serves those of equal shares.
 
     Attributes:
         strategy: The strategy the shards are for.
@@ -56,11 +57,12 @@ class Cut:
         self._fixed = self._fixed_offsets()
 
     def __eq__(self, other: object) -> bool:
-        """Compares the strategies, the type specs and the places of elements."""
+        """Compares all that a trace takes in: strategies, type specs, places, known offsets."""
         return (
             isinstance(other, Cut)
             and self.strategy is other.strategy
             and (self.on_devices, self.copies) == (other.on_devices, other.copies)
+            and self._fixed == other._fixed
             and bool(self.element_spec == other.element_spec)
             and structure_of(self.element_spec) == structure_of(other.element_spec)
         )

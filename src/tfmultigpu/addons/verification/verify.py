@@ -19,21 +19,22 @@ from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, count_rows
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
-from tfmultigpu.lists import map_present, present
-from tfmultigpu.steps.batches import cut_batch
+from tfmultigpu.lists import present
+from tfmultigpu.steps.batches import cut_batch, spec_of
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
+from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.trace import warn
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
+from tfmultigpu.types import Array, Nested, Shard, Tensor
 
 _PIECE = 2**20  # Elements of a variable that are measured at one time.
 # Lines of an error that do not say what is wrong.
@@ -57,7 +58,7 @@ class Verify(Feature):
     verification: Verification | None = None
     _device: OneDevice | None = None
     _without_norms: TrainStep | None = None
-    _kinds = 0
+    _keys: Sequence[Key] = ()  # Of what it has seen, of this version.
     _due = True  # Whether batches are seen; all are, until the first is verified,
     _later: Verification | None = None  # or the first uneven one is there, that this is said of.
 
@@ -75,10 +76,10 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        kinds = len(self._step.runner.traces)
-        if kinds > self._kinds:  # Frozen layers, or synchronized.
-            self._kinds, self._due = kinds, True
-            self.verification = self._later = None
+        key = self._step.runner.traces.key
+        if key not in self._keys:  # Other settings, variables, or layers that are frozen.
+            self._keys = [seen for seen in self._keys if seen.version == key.version] + [key]
+            self._due, self.verification, self._later = True, None, None
         if not self._due:
             return call
         return functools.partial(self._call, call)
@@ -98,12 +99,13 @@ class Verify(Feature):
         found, later = present([self._later]), None
         if not found:
             with explaining_failures(self._strategy):
-                self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
+                # It has to be traced anyway.
+                program, _ = self._step.runner.function.program_for(*batch)
             with saying_if_slow(
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
             ):
-                found, later = self._verified(batch, rows, is_even=is_even)
+                found, later = self._verified(batch, program, rows, is_even=is_even)
         result = call(batch)
         self._later, self._due = later, bool(self._always or later)
         if not self._due:
@@ -144,7 +146,7 @@ class Verify(Feature):
         return sizes or [most]
 
     def _verified(
-        self, batch: Batch, rows: int, *, is_even: bool
+        self, batch: Batch, program: Program, rows: int, *, is_even: bool
     ) -> tuple[list[Verification], Verification | None]:
         """Verifies a batch; all workers call it.
 
@@ -154,7 +156,7 @@ class Verify(Feature):
         """
         step, said = self._step, []
         sizes = self._sizes(rows, is_even=is_even)
-        norms = step.runner.trace.own_moments
+        norms = program.trace.own_moments
         if norms and self._strategy.num_replicas_in_sync > 1:
             # They are as everybody knows them. What else there is shows without them.
             said = [explain_norms(norms)]
@@ -184,9 +186,7 @@ class Verify(Feature):
             others = [feature for feature in step.features if feature is not self]
             self._without_norms = step.with_features([*others, WithoutMoments()])
         other = self._without_norms
-        structure, leaves, _ = batch
-        specs = map_present(any_rows, leaves[0])
-        other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
+        other.runner.settle(lambda: spec_of(batch))
         return other
 
     # One comparison -----------------------------------------------------------------------------
@@ -213,29 +213,29 @@ class Verify(Feature):
         cut = structure, [tf.nest.flatten(whole)], None
         if offsets is not None:
             cut = structure, list(map(tf.nest.flatten, local)), places
-        compiled, arguments = step.runner.function.compiled(*cut)
+        program, arguments = step.runner.function.program_for(*cut)
         _refuse_what_stays(step)
         device = self._device
         if device is None or device.step is not step or device.key != step.key():
             device = OneDevice(step, self._measure)
         try:
-            numbers = device.run(whole, compiled)
+            numbers = device.run(whole, program)
         except tf.errors.CancelledError:  # Of a function that is called TensorFlow loses errors.
             device = OneDevice(step, self._measure, by_itself=True)
-            numbers = device.run(whole, compiled)
+            numbers = device.run(whole, program)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
-        return _One(device, numbers, whole, local, places, compiled, arguments)
+        return _One(device, numbers, whole, local, places, program, arguments)
 
     def _comparison(self, one: _One) -> _Comparison:
         """Runs the step, and compares what it computes with what one device did."""
         device = one.device
         bounds = Rounding(all_layers(device.step.model))
-        with putting_back(device.step, one.compiled):
-            logs = one.compiled(*one.arguments)[0]
+        with putting_back(device.step, one.program.run):
+            logs = one.program.run(*one.arguments)[0]
             found = [q for q in compared(device, one.numbers, logs, bounds) if q.apart]
         steady, beyond = [], []
         if found:
-            still, again, *moved = device.moved(one.whole, one.compiled, bounds.compute)
+            still, again, *moved = device.moved(one.whole, one.program, bounds.compute)
             steady = [each for each in found if each.is_steady(still, again)]
             beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
         numbers = [len(found), len(steady), len(beyond)]
@@ -278,7 +278,7 @@ class _One:
         whole: The rows in one piece.
         local: The shard of each replica of this process.
         places: The offsets of all shards.
-        compiled: The step.
+        program: The step.
         arguments: The rows as it takes them.
     """
 
@@ -287,7 +287,7 @@ class _One:
     whole: Shard
     local: list[Shard]
     places: Array
-    compiled: ConcreteFunction
+    program: Program
     arguments: list[Tensor]
 
 
