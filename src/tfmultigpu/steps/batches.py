@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
@@ -138,8 +137,11 @@ class BatchFunction:
         local = packed
         if offsets is None:
             local, offsets = cut_batch(self.strategy, packed[0])
-        function = functools.partial(self.function, trace=trace)
-        return on_shards(function, self.strategy, local, offsets)
+
+        def compute(shards: Shards) -> Any:
+            return self.function(shards, trace)
+
+        return on_shards(compute, self.strategy, local, offsets)
 
     def _find(
         self, key: Any, structure: Shard, local: list[list[Tensor]], offsets: Tensor, *, keeps: bool

@@ -108,7 +108,11 @@ class TraceCache:
 
     def turn_to(self, key: Key) -> None:
         """Makes a key the current one, and lets records go."""
-        self.key, self.now = key, self._records.pop(key, None) or Traced(self._new_function())
+        self.key = key
+        if key in self._records:
+            self.now = self._records.pop(key)
+        else:
+            self.now = Traced(self._new_function())
         for other in list(self._records):
             if other.version != key.version or len(self._records) >= MOST:
                 del self._records[other]
