@@ -51,6 +51,7 @@ class EvalStep(ModelStep, Looped):
         self.strategy, self.features = strategy, tuple(features)
         self.model, self.forward = forward.model, forward
         self.step_metrics, self.metrics = metrics, metrics.all
+        self.beside = {}
         self.runner = Runner(self, locks_of_calls(strategy))
 
     def __repr__(self) -> str:

@@ -45,6 +45,7 @@ class PredictStep(ModelStep):
         """Use ``make_predict_step``, which checks what it is given."""
         self.strategy, self.features = strategy, tuple(features)
         self.model = model
+        self.beside = {}
         self.runner = Runner(self)
 
     def __repr__(self) -> str:

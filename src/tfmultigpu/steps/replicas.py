@@ -15,11 +15,12 @@ import tensorflow as tf
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
+from tfmultigpu.steps.taken_in import noting_calls
 from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasLayer, KerasModel
 
 
 class OfReplicas(Protocol):
@@ -28,6 +29,7 @@ class OfReplicas(Protocol):
     strategy: tf.distribute.Strategy
     features: tuple[Feature, ...]
     model: KerasModel
+    beside: dict[int, KerasLayer]
 
 
 def for_all_replicas(step: OfReplicas, replica: Replica) -> Phase:
@@ -101,7 +103,8 @@ def on_replicas(
 @contextmanager
 def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
     """Enters, on a replica, the contexts in which the code of the user is traced."""
-    with short_sums(), standing_at(rows), ExitStack() as contexts:
+    calls = noting_calls(step.model, step.beside)
+    with short_sums(), standing_at(rows), calls, ExitStack() as contexts:
         if step.strategy.num_replicas_in_sync > 1:
             contexts.enter_context(refusing_new_variables())
         for feature in step.features:

@@ -17,7 +17,7 @@ from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.taken_in import TakenIn
 from tfmultigpu.steps.values import Call, Trace
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.types import Data, KerasModel, KerasVariable, Nested, Shard, Untyped
+from tfmultigpu.types import Data, KerasLayer, KerasModel, KerasVariable, Nested, Shard, Untyped
 
 
 class Step:
@@ -54,11 +54,13 @@ class ModelStep(Step):
         model: The model.
         assigned: The Keras variables that its traces assign, by their ``id``; None before the
             first.
+        beside: The layers that its traces call and that are not in the model, by their ``id``.
     """
 
     features: tuple[Feature, ...]
     model: KerasModel
     assigned: dict[int, KerasVariable] | None = None
+    beside: dict[int, KerasLayer]
     # What traces hold of the model. It stays alive, or another object could have its ``id``.
     _taken_in: TakenIn | None = None
     _version = 0
@@ -71,8 +73,11 @@ class ModelStep(Step):
 
     def key(self) -> Key | None:
         """Returns what the model consists of, which layers are frozen, and how tables are read."""
-        now, before = TakenIn.of(self.model), self._taken_in
-        if before is None or not now.has_objects_of(before):
+        before = self._taken_in
+        if before is None:
+            return None
+        now = TakenIn.of(self.model, before.beside)
+        if not now.has_objects_of(before):
             return None
         return Key((self._version, written_of(before.tables)), now.flags)
 
@@ -92,19 +97,19 @@ class ModelStep(Step):
         Returns:
             Whether they are stale; before the first, too.
         """
-        now, before = TakenIn.of(self.model), self._taken_in
-        is_stale = changed or before is None or not now.has_objects_of(before)
+        is_stale = changed or self.key() is None
         if is_stale:
             self._version += 1
-            self.assigned = None
-        self._taken_in = now.with_tables()
+            self.assigned, self.beside = None, {}
+            self._taken_in = TakenIn.of(self.model).with_tables()
         return is_stale
 
     def note_trace(self, trace: Trace) -> None:
         """Notes what a trace assigns, and the variables that the code of the user made in it."""
         self.assigned = (self.assigned or {}) | by_id(trace.state)
         if self._taken_in is not None:
-            self._taken_in = TakenIn.of(self.model).with_tables()
+            beside = tuple(self.beside.values())
+            self._taken_in = TakenIn.of(self.model, beside).with_tables()
 
     @property
     def verification(self) -> Untyped:

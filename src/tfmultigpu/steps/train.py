@@ -92,6 +92,7 @@ class TrainStep(ModelStep, Looped):
         self._unchecked = settings  # What the workers have not compared yet.
         self._options = settings or {}
         self._batch_spec = None
+        self.beside = {}
         if update is not None:
             self.update = update
 
