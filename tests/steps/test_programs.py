@@ -155,7 +155,6 @@ def test_who_reads_a_table_is_traced_anew_once_rows_are_written() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
     batch = np.zeros((4, 2), "int32"), np.zeros((4, 1), "float32")
-    writes = tmg.make_train_step(model, optimizer, "mse", verify=False)
     trains = tmg.make_train_step(
         model, optimizer, "mse", variables=dense.trainable_variables, verify=False
     )
@@ -163,8 +162,40 @@ def test_who_reads_a_table_is_traced_anew_once_rows_are_written() -> None:
     for step in readers:
         step(batch)
         assert reads_of(step, batch, rows)
-    writes(batch)
+    tmg.make_train_step(model, optimizer, "mse", verify=False)(batch)
     for step in readers:
         step(batch)
         assert not reads_of(step, batch, rows)
         assert len(step.runner.traces) == 1
+
+
+class Chooses(keras.Model):
+    """Says itself what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.trains = L.Dense(3), L.Dense(3), "first"
+
+    def call(self, inputs: Any) -> Any:
+        return self.second(self.first(inputs))
+
+    @property
+    def trainable_variables(self) -> Any:
+        return getattr(self, self.trains).trainable_variables
+
+
+# Fails if a model that says by itself what is trained is asked once only.
+def test_a_model_may_say_what_is_trained() -> None:
+    model = Chooses()
+    model(X)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.variables)
+    step = tmg.make_train_step(model, optimizer, "mse", verify=False)
+    for name, other in (("first", "second"), ("second", "first"), ("first", "second")):
+        model.trains = name
+        moves, stays = getattr(model, name).kernel, getattr(model, other).kernel
+        before, still = moves.numpy(), stays.numpy()
+        step((X, X))
+        assert np.any(moves.numpy() != before)
+        np.testing.assert_array_equal(stays.numpy(), still)
+    assert len(step.runner.traces) == 2

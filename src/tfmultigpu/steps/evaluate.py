@@ -16,7 +16,6 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
-from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_loss, shown_step
@@ -59,15 +58,8 @@ class EvalStep(ModelStep, Looped):
         does = [shown_loss(self.forward), *names_of(self.metrics)]
         return shown_step(self, self.model.name, self.strategy, does)
 
-    def key(self) -> Key | None:
-        """Returns what a trace takes in, with the penalties: Keras leaves out frozen variables."""
-        key = super().key()
-        if key is not None:
-            key = key._replace(kind=(key.kind, tuple(map(id, self._penalized()))))
-        return key
-
     def _penalized(self) -> list[KerasVariable]:
-        """Returns the variables whose penalty is part of the loss."""
+        """Returns the variables whose penalty is part of the loss: as in Keras no frozen one."""
         trained = self.model.trainable_variables
         return [v for v in trained if getattr(v, "regularizer", None) is not None]
 

@@ -22,9 +22,10 @@ class TakenIn:
     """A model as it is at one time.
 
     Attributes:
-        objects: Its layers and their variables, in order, then of what is called beside it.
-        flags: What may change of them and change back: which are frozen, which layers are
-            synchronized, their dtypes.
+        objects: Its layers, their dtypes and their variables, in order, then of what is called
+            beside it.
+        flags: What may change of them and change back: which are frozen, and which layers are
+            synchronized.
         beside: Layers that are not in the model, and that a trace has called, as a loss calls
             another model.
         tables: The large variables of the model.
@@ -41,11 +42,14 @@ class TakenIn:
         objects: list[object] = []
         flags: list[Hashable] = []
         for layer in all_layers(model):
-            policy = getattr(layer, "dtype_policy", None)
-            flags += layer.trainable, getattr(layer, "synchronized", None), str(policy)
-            variables = _compat.own_variables(layer)
-            objects += layer, *variables
-            flags += [variable.trainable for variable in variables]
+            flags += layer.trainable, getattr(layer, "synchronized", None)
+            objects += layer, getattr(layer, "dtype_policy", None)
+            for variable in _compat.own_variables(layer):
+                objects.append(variable)
+                flags.append(variable.trainable)
+        # Flags tell what is trained, unless the user says it: to ask Keras takes much longer.
+        if model.__class__.trainable_variables is not keras.Model.trainable_variables:
+            flags += map(id, model.trainable_variables)
         for layer in beside:
             objects += layer, *_compat.own_variables(layer)
         return cls(tuple(objects), tuple(flags), beside)

@@ -130,13 +130,10 @@ class TrainStep(ModelStep, Looped):
     # What a trace takes in ----------------------------------------------------------------------
 
     def key(self) -> Key | None:
-        """Returns what a trace takes in of the model, and what is trained."""
+        """Returns what a trace takes in of the model, if it has that of the optimizer."""
         if self._batch_spec is None or self._settings.changed(self.optimizer):
             return None
-        key = super().key()
-        if key is not None:
-            key = key._replace(kind=(key.kind, tuple(map(id, self.variables))))
-        return key
+        return super().key()
 
     def facts(self) -> Facts:
         """Returns the settings of the optimizer, and what is trained and synchronized."""
