@@ -12,7 +12,9 @@ from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
-from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor
+from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor, Untyped
+
+_KEPT = 32  # Functions that cut: shares may be planned anew each epoch.
 
 
 class Cut:
@@ -75,7 +77,7 @@ class Cut:
     def function(self) -> Nested:
         """The function that cuts a global batch into an element, whose rows it checks.
 
-        The strategy keeps it: to trace it takes longer than a short epoch.
+        The strategy keeps the last ones: to trace it takes longer than a short epoch.
         """
 
         def cut(*element: Tensor) -> tuple[Tensor, ...]:
@@ -83,9 +85,12 @@ class Cut:
             batch = element if type(self.element_spec) is tuple else element[0]
             return self.cut(checked_rows(batch))
 
-        return attached(self.strategy).cuts.setdefault(
-            (self, self.shares), tf.function(cut, autograph=False)
-        )
+        kept, key = attached(self.strategy).cuts, (self, self.shares)
+        function: Untyped = kept.pop(key, None) or tf.function(cut, autograph=False)
+        if len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)), None)  # Another thread may have let it go.
+        kept[key] = function
+        return function
 
     def cut(self, batch: Shard) -> tuple[Tensor, ...]:
         """Cuts a global batch, whose tensors have equally many rows, into an element."""
