@@ -91,6 +91,19 @@ def test_layers_inside_a_layer_of_the_user_are_found():
     assert {block, *block.hidden} <= set(_compat.layers_inside(model))
 
 
+def test_the_variables_of_layers_alone_are_those_of_the_model():
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2), layers.Dropout(0.5),
+                              layers.BatchNormalization()])  # fmt: skip
+    own = []
+    for layer in (model, *_compat.layers_inside(model)):
+        own += _compat.own_variables(layer)
+    assert list(map(id, own)) == list(map(id, model.variables))
+    assert _compat.own_variables(model) == []
+    model.layers[0].enable_lora(1)
+    assert len(_compat.own_variables(model.layers[0])) == 4
+
+
 def test_metrics_that_wait_for_shapes_are_known():
     cases = {
         "F1Score": (True, tf.one_hot([0, 1], 2), tf.eye(2)),

@@ -25,7 +25,7 @@ FIRST_STEP = (
     ),
     broken(
         "one device has a trace of its own",
-        "Trace(known=self.step.runner.trace)",
+        "Trace(known=self._known)",
         "Trace()",
         "test_first_step.py::test_the_code_of_a_model_runs_once_for_all_replicas[first]",
     ),

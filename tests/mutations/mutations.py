@@ -13,6 +13,7 @@ from law_mutations import LAW
 from loop_mutations import LOOPS
 from mutation import ROOT, Mutation
 from operations_mutations import OPERATIONS
+from programs_mutations import PROGRAMS
 from remat_mutations import REMAT
 from state_mutations import STATE
 from step_mutations import STEPS
@@ -27,5 +28,5 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 MUTATIONS = (
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
     *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *DIVIDED, *FIRST_STEP),
-    *(*OPERATIONS, *WORDS),
+    *(*OPERATIONS, *WORDS, *PROGRAMS),
 )

@@ -35,8 +35,8 @@ def as_large_as_the_table(step: Any) -> Iterator[str]:
     Keras asks for the shape of a table, for which TensorFlow does not read it.
     """
     function = step.runner.function
-    compiled, _ = function.compiled(BATCH, *function.parts_of(BATCH))
-    for operation in compiled.graph.get_operations():
+    program, _ = function.program_for(BATCH, *function.parts_of(BATCH))
+    for operation in program.run.graph.get_operations():
         for tensor in operation.outputs:
             is_large = tensor.shape.rank and tensor.shape[0] == IDS
             users = {user.type for user in tensor.consumers()}

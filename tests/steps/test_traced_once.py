@@ -73,8 +73,8 @@ def layers_of(kind: str) -> list[Any]:
     return made[kind]()
 
 
-def trained(kind: str, features: tuple[Feature, ...], **options: Any) -> tuple[list[Any], Any]:
-    """Returns the state after some batches, with the logs, and the trace."""
+def trained(kind: str, features: tuple[Feature, ...], **options: Any) -> tuple[list[Any], str]:
+    """Returns the state after some batches, with the logs, and why each replica was traced."""
     strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -91,7 +91,7 @@ def trained(kind: str, features: tuple[Feature, ...], **options: Any) -> tuple[l
     variables = [*model.variables, *optimizer.variables, *accuracy.variables]
     owned = [layer.calls for layer in model.layers if isinstance(layer, Counts)]
     state = [variable.numpy() for variable in (*variables, *owned)]
-    return [*state, *[float(value) for each in logs for value in each.values()]], step.trace
+    return [*state, *[float(value) for each in logs for value in each.values()]], step.why_each
 
 
 ERRORS = tf.errors.InvalidArgumentError, tmg.errors.TfMultiGpuError
@@ -106,10 +106,10 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ONE_TRACE)
 def test_one_trace_gives_what_a_trace_for_each_gives(kind: str, options: dict[str, Any]) -> None:
-    once, trace = trained(kind, (OneTrace(),), **options)
+    once, why = trained(kind, (OneTrace(),), **options)
     each, other = trained(kind, (OneTrace(), ForEach()), **options)
-    assert trace.why_each == ""
-    assert other.why_each == "ForEach changes the function of each replica"
+    assert why == ""
+    assert other == "ForEach changes the function of each replica"
     for one, two in zip(once, each, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-13, atol=1e-14)
 
@@ -123,8 +123,7 @@ def test_one_trace_gives_what_a_trace_for_each_gives(kind: str, options: dict[st
     ],
 )
 def test_what_one_trace_cannot_serve_is_traced_for_each(kind: str, why: str) -> None:
-    _, trace = trained(kind, (OneTrace(),))
-    assert why in trace.why_each
+    assert why in trained(kind, (OneTrace(),))[1]
 
 
 # Where it is kept: promises/test_first_step.py.
@@ -153,8 +152,8 @@ def test_one_trace_is_taken_by_itself_where_it_pays() -> None:
             optimizer = keras.optimizers.SGD()
         step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
         step((X[:, 0], X[:, 1]))
-        assert why in step.trace.why_each
-        assert bool(why) == bool(step.trace.why_each)
+        assert why in step.why_each
+        assert bool(why) == bool(step.why_each)
 
 
 class AsksAndCatches(L.Layer):

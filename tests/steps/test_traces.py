@@ -19,7 +19,7 @@ def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
     """The shapes that were traced, and the sums of the batches."""
     shapes: list[Any] = []
 
-    def total(shards: Any) -> Any:
+    def total(shards: Any, trace: Any) -> Any:
         leaves = tf.nest.flatten(shards.local)
         shapes.append([tuple(leaf.shape) for leaf in leaves])
         return tf.add_n([tf.reduce_sum(leaf) for leaf in leaves])
@@ -63,7 +63,8 @@ def test_a_step_that_takes_long_has_no_loop(
     at_the_end = pair.step.run(iterator, 9)
     assert int(at_the_end["steps"]) == 0
     assert at_the_end.keys() == logs[0].keys()
-    assert len(pair.step.runner.traces.now.loops) == loops
+    compiled = [loop for loop in pair.step.runner.traces.now.loops if loop.program]
+    assert len(compiled) == loops
     pair.reset()
     for shards in dataset_of(lambda: batches, batches[0]):
         pair.step(shards)

@@ -22,6 +22,7 @@ from tfmultigpu._compat.keras_layers import (
     keras_mask,
     layer_call,
     layers_inside,
+    own_variables,
     set_keras_mask,
 )
 from tfmultigpu._compat.keras_optimizers import (
@@ -97,6 +98,7 @@ __all__ = [
     "moments_of_batch",
     "numbers_collectives",
     "optimizer_trains",
+    "own_variables",
     "profiles_batches",
     "reading_of_keras",
     "rematerialized",

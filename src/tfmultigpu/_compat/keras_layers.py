@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tfmultigpu.types import KerasLayer, KerasModel, Tensor, Untyped
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Tensor, Untyped
 
 _MASK = "_keras_mask"
 _CALL = "current_call_ctx"
@@ -71,6 +71,18 @@ def forget_empty_variables() -> None:
     """
     state: Untyped = pkgutil.resolve_name("keras.src.backend.common.global_state")
     state.set_global_attribute("uninitialized_variables", [])
+
+
+def own_variables(layer: KerasLayer) -> list[KerasVariable]:
+    """Returns the variables of a layer itself, its seeds among them, without those of layers in it.
+
+    Private: the lists of a layer. ``layer.variables`` visits all layers inside each time, and a
+    step asks at each call; without the lists it would.
+    """
+    seeds = [generator.state for generator in getattr(layer, "_seed_generators", ())]
+    if not hasattr(layer, "_trainable_variables"):
+        return list(layer.variables)
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
 
 
 def is_part_of_keras(source: object) -> bool:

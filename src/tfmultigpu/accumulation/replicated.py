@@ -167,7 +167,7 @@ class Replicated:
         gradients = clip_parts(optimizer, gradients)
         if any(isinstance(gradient, OfParts) for gradient in gradients):
             hidden += _CLIPS
-        self._ids = ids = self._take_ids(gradients, variables)
+        ids = self._take_ids(gradients, variables)
         if any(len(self._local(gradient)) > 1 for gradient in gradients):
             if _compat.is_part_of_keras(apply):  # It cannot clip per-replica values.
                 clip = functools.partial(_compat.clip_as_set, optimizer)
@@ -177,6 +177,7 @@ class Replicated:
                 gradients = [self._local(gradient)[0] for gradient in gradients]
         with (
             setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()),
+            setting(self, _ids=ids),  # Not for longer: they hold the graph of the trace.
             updating_rows(optimizer, ids, self._copies),
         ):
             apply(optimizer, gradients, variables)

@@ -12,7 +12,9 @@ from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
-from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor
+from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor, Untyped
+
+_KEPT = 32  # Functions that cut: shares may be planned anew each epoch.
 
 
 class Cut:
@@ -23,8 +25,9 @@ class Cut:
     each replica's element holds only its own shard. With one replica and dense tensors an element
     is the global batch itself: mapping a function over the data would cost more than a small step.
 
-    Cuts are equal if they read elements alike, whatever the shares: one trace of a ``tf.function``
-    serves all datasets of a type.
+    Cuts are equal if they read elements alike: one trace of a ``tf.function`` serves all datasets
+    of a type, whatever the shares. If the number of rows is known, a trace holds the offsets, and
+    serves those of equal shares.
 
     Attributes:
         strategy: The strategy the shards are for.
@@ -56,11 +59,12 @@ class Cut:
         self._fixed = self._fixed_offsets()
 
     def __eq__(self, other: object) -> bool:
-        """Compares the strategies, the type specs and the places of elements."""
+        """Compares all that a trace takes in: strategies, type specs, places, known offsets."""
         return (
             isinstance(other, Cut)
             and self.strategy is other.strategy
             and (self.on_devices, self.copies) == (other.on_devices, other.copies)
+            and self._fixed == other._fixed
             and bool(self.element_spec == other.element_spec)
             and structure_of(self.element_spec) == structure_of(other.element_spec)
         )
@@ -73,7 +77,7 @@ class Cut:
     def function(self) -> Nested:
         """The function that cuts a global batch into an element, whose rows it checks.
 
-        The strategy keeps it: to trace it takes longer than a short epoch.
+        The strategy keeps the last ones: to trace it takes longer than a short epoch.
         """
 
         def cut(*element: Tensor) -> tuple[Tensor, ...]:
@@ -81,9 +85,12 @@ class Cut:
             batch = element if type(self.element_spec) is tuple else element[0]
             return self.cut(checked_rows(batch))
 
-        return attached(self.strategy).cuts.setdefault(
-            (self, self.shares), tf.function(cut, autograph=False)
-        )
+        kept, key = attached(self.strategy).cuts, (self, self.shares)
+        function: Untyped = kept.pop(key, None) or tf.function(cut, autograph=False)
+        if len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)), None)  # Another thread may have let it go.
+        kept[key] = function
+        return function
 
     def cut(self, batch: Shard) -> tuple[Tensor, ...]:
         """Cuts a global batch, whose tensors have equally many rows, into an element."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +22,12 @@ from tfmultigpu.data.batch_format import (
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.slow import saying_if_slow
-from tfmultigpu.steps.values import Shards
+from tfmultigpu.steps.values import Batch, Shards, Trace
 from tfmultigpu.strategies.topology import is_one_process, local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import BatchSpec, Shard, Tensor
+from tfmultigpu.types import BatchSpec, Graph, Shard, Tensor
 
 _Result = TypeVar("_Result")
 
@@ -60,26 +62,33 @@ class BatchFunction:
                             which TensorFlow's optimizer puts in place of the shapes
 
     Attributes:
-        function: From ``Shards`` to a nested structure of tensors.
+        function: From ``Shards`` to a nested structure of tensors; it notes in a ``Trace`` what it
+            finds.
         strategy: The strategy the shards are for.
+        programs: What it has compiled, by kind of batch.
     """
 
-    def __init__(self, function: Callable[[Shards], Any], strategy: tf.distribute.Strategy) -> None:
+    def __init__(
+        self, function: Callable[[Shards, Trace], Any], strategy: tf.distribute.Strategy
+    ) -> None:
         self.function, self.strategy = function, strategy
         self._local = local_replicas(strategy)
         self._alone = strategy.num_replicas_in_sync == 1
         self._keeps_rows = knows_rows_by_size(strategy)
         self._kept: set[Hashable] = set()  # Of which structures one number of rows is known.
-        self._compiled: dict[Any, Any] = {}  # By kind of batch; cheaper than asking tf.function.
+        self.programs: dict[Hashable, Program] = {}  # Cheaper than asking tf.function.
         self._functions: dict[Any, Any] = {}  # By structure of the batch.
+        self._traces: dict[Graph, Trace] = {}  # Several kinds of batches may share a function.
 
     def __call__(self, batch: Shard) -> Any:
         """Runs the function on a batch."""
         local, offsets = self.parts_of(batch)
         if tf.inside_function():
             packed = [tf.nest.pack_sequence_as(batch, leaves) for leaves in local]
-            return self._call(packed, offsets)
-        return self.run(batch, local, offsets)
+            return self._call(packed, offsets, Trace(inside=True))
+        with self.explaining(batch, local, offsets):
+            program, tensors = self.program_for(batch, local, offsets)
+            return program.run(*tensors)
 
     def parts_of(self, batch: Shard) -> tuple[list[list[Any]], Any]:
         """Returns the leaves of each local shard, and their offsets.
@@ -99,44 +108,45 @@ class BatchFunction:
         local = with_dependencies(checks, local) if checks else local
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
-    def run(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
-        """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``."""
-        with explaining_failures(
-            self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
-        ):
-            compiled, tensors = self.compiled(structure, local, offsets)
-            return compiled(*tensors)
-
-    def compiled(self, structure: Shard, local: list[list[Any]], offsets: Any) -> Any:
-        """Returns the concrete function for what ``parts_of`` returns, and its arguments."""
+    def program_for(
+        self, structure: Shard, local: list[list[Any]], offsets: Any
+    ) -> tuple[Program, list[Tensor]]:
+        """Returns the program for what ``parts_of`` returns, and its arguments."""
         leaves = [leaf for shard in local for leaf in shard]
         fixed = partition.fixed_offsets(leaves[0])
         keeps = self._keeps_rows or (self._alone and fixed is not None)
         kinds = [_kind(leaf, 0 if keeps else 1) for leaf in leaves]
         key = _structure_key(structure), offsets is None, tuple(kinds), keeps and fixed
-        if (compiled := self._compiled.get(key)) is None:
+        if (program := self.programs.get(key)) is None:
             keeps = keeps and key[:2] not in self._kept
-            compiled = self._find(key[:2], structure, local, offsets, keeps=keeps)
-            self._compiled[key] = compiled
+            program = self._find(key[:2], structure, local, offsets, keeps=keeps)
+            self.programs[key] = program
             if keeps:
                 self._kept.add(key[:2])
         present = [leaf for leaf in leaves if leaf is not None]
-        return compiled, present if offsets is None else [*present, offsets]
+        return program, present if offsets is None else [*present, offsets]
 
-    def spec_of(self, batch: Shard) -> Any:
-        """Returns the type specs of a batch, with its number of rows left open."""
-        local, _ = self.parts_of(batch)
-        return tf.nest.pack_sequence_as(batch, [any_rows(leaf) for leaf in local[0]])
+    def explaining(
+        self, structure: Shard, local: list[list[Any]], offsets: Any
+    ) -> AbstractContextManager[None]:
+        """Returns the context in which a program runs on what ``parts_of`` returns."""
+        return explaining_failures(
+            self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
+        )
 
-    def _call(self, packed: list[Any], offsets: Any) -> Any:
+    def _call(self, packed: list[Any], offsets: Any, trace: Trace) -> Any:
         local = packed
         if offsets is None:
             local, offsets = cut_batch(self.strategy, packed[0])
-        return on_shards(self.function, self.strategy, local, offsets)
+
+        def compute(shards: Shards) -> Any:
+            return self.function(shards, trace)
+
+        return on_shards(compute, self.strategy, local, offsets)
 
     def _find(
         self, key: Any, structure: Shard, local: list[list[Tensor]], offsets: Tensor, *, keeps: bool
-    ) -> Any:
+    ) -> Program:
         """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
         whole = offsets is None
         function = self._functions.get(key) or self._compile(structure, len(local), whole=whole)
@@ -152,8 +162,9 @@ class BatchFunction:
         ):
             concrete = function.get_concrete_function(*specs)
         self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
+        trace = self._traces[concrete.graph]
         if not keeps or self._alone:
-            return concrete
+            return Program(concrete, trace)
         fixed = partition.fixed_offsets(leaves[0])
 
         def around(*tensors: Tensor) -> Tensor:
@@ -163,7 +174,8 @@ class BatchFunction:
                 places = tf.constant(fixed, tf.int64)
             return concrete(*tensors[:-1], places)
 
-        return tf.function(around, autograph=False).get_concrete_function(*known)
+        run: Any = tf.function(around, autograph=False)
+        return Program(run.get_concrete_function(*known), trace)
 
     def _compile(self, structure: Shard, copies: int, *, whole: bool) -> Any:
         absent = [leaf is None for leaf in tf.nest.flatten(structure)]
@@ -175,7 +187,8 @@ class BatchFunction:
                 tf.nest.pack_sequence_as(skeleton, [None if no else next(turn) for no in absent])
                 for _ in range(copies)
             ]
-            return self._call(packed, None if whole else next(turn))
+            trace = self._traces[tf.compat.v1.get_default_graph()] = Trace()
+            return self._call(packed, None if whole else next(turn), trace)
 
         return tf.function(function, autograph=False, reduce_retracing=True)
 
@@ -211,6 +224,12 @@ class BatchFunction:
                 "computes one of fewer rows than replicas on all of them.",
             )
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
+
+
+def spec_of(batch: Batch) -> BatchSpec:
+    """Returns the type specs of a batch, with its number of rows left open."""
+    structure, local, _ = batch
+    return tf.nest.pack_sequence_as(structure, list(map(any_rows, local[0])))
 
 
 def cut_batch(strategy: tf.distribute.Strategy, batch: Shard) -> tuple[list[Any], Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
 from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.lists import by_id
+from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.other_states import OtherState
+from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import Looped, Step
@@ -120,12 +121,13 @@ class ChainedStep(Step, Looped):
             states += step.other_states()
         return states
 
-    def key(self) -> Hashable:
+    def key(self) -> Key | None:
         """Returns the keys of the steps."""
-        keys = tuple(step.key() for step in self.train_steps)
-        if None in keys:
+        keys = present(step.key() for step in self.train_steps)
+        if len(keys) < len(self.train_steps):
             return None
-        return keys
+        versions, kinds = zip(*keys, strict=True)
+        return Key(versions, kinds)
 
     def facts(self) -> Facts:
         """Returns the facts of each step, behind its name."""
@@ -134,11 +136,10 @@ class ChainedStep(Step, Looped):
             facts |= {f"{name}: {fact}": value for fact, value in step.facts().items()}
         return facts
 
-    def prepare(self, spec: Callable[[], Any]) -> bool:
+    def prepare(self, spec: Callable[[], Any]) -> None:
         """Prepares each step."""
         for step in self.train_steps:
             step.runner.settle(spec)
-        return False
 
     def compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Runs the steps on a batch, each with a trace of its own; traced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,14 +17,13 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
-from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_loss, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
-from tfmultigpu.types import Scalar, Shard, Tensor
+from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
 
 
 class EvalStep(ModelStep, Looped):
@@ -35,7 +34,6 @@ class EvalStep(ModelStep, Looped):
         features: Its optional parts.
         model: The model.
         metrics: The Keras metrics that it updates.
-        trace: What the last trace found.
     """
 
     names: tuple[str, ...] = ("",)
@@ -50,8 +48,9 @@ class EvalStep(ModelStep, Looped):
     ) -> None:
         """Use ``make_eval_step``, which checks what it is given."""
         self.strategy, self.features = strategy, tuple(features)
-        self.model, self.forward, self.trace = forward.model, forward, Trace()
+        self.model, self.forward = forward.model, forward
         self.step_metrics, self.metrics = metrics, metrics.all
+        self.beside = {}
         self.runner = Runner(self)
 
     def __repr__(self) -> str:
@@ -59,28 +58,24 @@ class EvalStep(ModelStep, Looped):
         does = [shown_loss(self.forward), *names_of(self.metrics)]
         return shown_step(self, self.model.name, self.strategy, does)
 
-    def key(self) -> Hashable:
-        """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
+    def _penalized(self) -> list[KerasVariable]:
+        """Returns the variables whose penalty is part of the loss: as in Keras no frozen one."""
         trained = self.model.trainable_variables
-        return tuple(id(v) for v in trained if getattr(v, "regularizer", None) is not None)
+        return [v for v in trained if getattr(v, "regularizer", None) is not None]
 
-    def facts(self) -> Facts:
-        """Returns nothing that a person could change at each batch."""
-        return {}
-
-    def prepare(self, spec: Callable[[], Any]) -> bool:
+    def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model and its metrics."""
         batch_spec = spec()
         prepare_model(self.model, self.strategy, batch_spec)
-        check_values_alike(self.strategy, self.model)
-        self.step_metrics.build(self.model, batch_spec)
-        return False
+        if self.take_in():
+            check_values_alike(self.strategy, self.model)
+            self.step_metrics.build(self.model, batch_spec)
 
     def _compute(self, shards: Shards, trace: Trace) -> tuple[dict[str, Tensor], Tallies]:
         """Evaluates one global batch; traced."""
         tally, passes = self._look(shards, trace)
         phases.commit(self.strategy, trace, passes, shards, [tally.sums])
-        self.trace = trace
+        self.note_trace(trace)
         tallies = {"": tally}
         return logs_of_step(tallies), tallies
 
@@ -102,7 +97,7 @@ class EvalStep(ModelStep, Looped):
         with tracing, DeferredAssignments((), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)
-        found = terms or self.step_metrics.all or deferred.variables or self.key()
+        found = terms or self.step_metrics.all or deferred.variables or self._penalized()
         if not found:
             raise LossError(
                 "There is nothing to evaluate: no loss and no metric was given, and no layer adds "

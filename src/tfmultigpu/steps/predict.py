@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,6 @@ from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
-from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.shown_step import shown_step
 from tfmultigpu.steps.step import ModelStep
@@ -46,29 +45,24 @@ class PredictStep(ModelStep):
         """Use ``make_predict_step``, which checks what it is given."""
         self.strategy, self.features = strategy, tuple(features)
         self.model = model
+        self.beside = {}
         self.runner = Runner(self)
 
     def __repr__(self) -> str:
         """Returns what predicts, where, and what the check of it found."""
         return shown_step(self, self.model.name, self.strategy, [])
 
-    def key(self) -> Hashable:
-        """Returns nothing: a prediction depends on the batch alone."""
-        return ()
-
-    def facts(self) -> Facts:
-        """Returns nothing that a person could change at each batch."""
-        return {}
-
-    def prepare(self, spec: Callable[[], Any]) -> bool:
+    def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model."""
         prepare_model(self.model, self.strategy, spec())
-        check_values_alike(self.strategy, self.model)
-        return False
+        if self.take_in():
+            check_values_alike(self.strategy, self.model)
 
     def _compute(self, shards: Shards, trace: Trace) -> tuple[Tensor, Tallies]:
         """Predicts one global batch, and returns no tallies; traced."""
-        return self._look(shards, trace), {}
+        predictions = self._look(shards, trace)
+        self.note_trace(trace)
+        return predictions, {}
 
     def _look(self, shards: Shards, trace: Trace) -> Nested:
         """Predicts one global batch; traced."""

@@ -17,11 +17,12 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
+from tfmultigpu.steps.taken_in import noting_calls
 from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasLayer, KerasModel
 
 
 class OfReplicas(Protocol):
@@ -30,6 +31,7 @@ class OfReplicas(Protocol):
     strategy: tf.distribute.Strategy
     features: tuple[Feature, ...]
     model: KerasModel
+    beside: dict[int, KerasLayer]
 
 
 def for_all_replicas(
@@ -112,6 +114,7 @@ def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
         noting_additions(),
         standing_at(rows),
         undivided_losses(),
+        noting_calls(step.model, step.beside),
         ExitStack() as contexts,
     ):
         if step.strategy.num_replicas_in_sync > 1:

@@ -84,8 +84,10 @@ def _advice(name: str, values: tuple[object, object]) -> str:
         return _OF_BATCH
     if SETTING not in name:
         return _OF_LAYERS
-    setting = name.rpartition(".")[2]
-    if not isinstance(values[1], float) or any(word in setting for word in _IN_PYTHON):
+    setting = name.rpartition(SETTING)[2]
+    is_inside = "." in setting or "[" in setting
+    is_asked = any(word in setting for word in _IN_PYTHON)
+    if is_inside or is_asked or not isinstance(values[1], float):
         return _OF_SETTINGS
     return (
         f"Make it a variable once, in strategy.scope(): optimizer.{setting} = "

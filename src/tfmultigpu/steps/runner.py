@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -21,14 +21,21 @@ from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import GATHERED, structure_of
 from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.lists import by_id
-from tfmultigpu.steps.batches import BatchFunction, check_called_from, cut_batch, on_shards
+from tfmultigpu.steps.batches import (
+    BatchFunction,
+    check_called_from,
+    cut_batch,
+    on_shards,
+    spec_of,
+)
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.graph_loop import loop_over
 from tfmultigpu.steps.kept_batch import KeptBatch
 from tfmultigpu.steps.other_states import Touched
+from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
-from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of
+from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of
 from tfmultigpu.steps.trace_cache import Loop, LoopKind, Split, TraceCache
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.collectives import (
@@ -56,20 +63,17 @@ class Computation(Protocol):
     strategy: tf.distribute.Strategy
     names: tuple[str, ...]
 
-    def key(self) -> Hashable:
+    def key(self) -> Key | None:
         """Returns what a trace depends on besides the batch; None: call ``prepare`` first."""
 
     def facts(self) -> Facts:
         """Returns by name what a trace depends on besides the batch, for a person to read."""
 
-    def prepare(self, spec: Callable[[], Any]) -> bool:
+    def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds what a trace needs.
 
         Args:
             spec: Returns the type specs of a batch.
-
-        Returns:
-            Whether all traces made before are of no use any more.
         """
 
     def compute(self, shards: Shards, trace: Trace) -> tuple[Any, Tallies]:
@@ -99,12 +103,7 @@ class Runner:
         self.traces = TraceCache(lambda: BatchFunction(self._trace, self.strategy))
         self.touched = Touched()
         self._length = CallLength(self.strategy)
-        self._is_inside, self._why_each = False, ""
-
-    @property
-    def trace(self) -> Trace:
-        """The last trace for what is trained and synchronized now."""
-        return self.traces.now.trace
+        self._why_each = ""
 
     @property
     def function(self) -> BatchFunction:
@@ -113,12 +112,12 @@ class Runner:
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Prepares the computation, if what a trace depends on has changed; before each step."""
-        current = self.traces.key
-        if current is not None and self.computation.key() == current:
-            return
-        if self.computation.prepare(spec):
-            self.traces.forget()
-        self.traces.turn_to(self.computation.key())
+        key = self.computation.key()
+        if key is None or key != self.traces.key:
+            self.computation.prepare(spec)
+            key = self.computation.key()
+            assert key is not None
+            self.traces.turn_to(key)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -128,24 +127,23 @@ class Runner:
                 held.enter_context(lock)
             yield
 
-    def _trace(self, shards: Shards, *, logs_last: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
+    def _trace(self, shards: Shards, trace: Trace) -> tuple[Any, tuple[Tensor, ...]]:
         """Traces the computation: returns its result, and the vectors of its tallies."""
         kinds = tf.nest.map_structure(_kind_of, shards.local[0])
         self._retraces.note({**self.computation.facts(), BATCH: repr(kinds)})
         # Inside a function of the user nobody could ask a second time for an error that was lost.
-        inside = "the step is part of a tf.function of the user's" if self._is_inside else ""
-        why = self._why_each or inside
-        traced = self.traces.now
-        trace = traced.begin(why_each=why, logs_last=logs_last)
-        sending = sending_lists(once_a_call=not self._is_inside)
+        if trace.inside:
+            trace.note_why_each("the step is part of a tf.function of the user's")
+        trace.note_why_each(self._why_each)
+        sending = sending_lists(once_a_call=not trace.inside)
         with self.touched.noting(), sending:
             result, tallies = self.computation.compute(shards, trace)
-        traced.note_layouts(tallies)
+        trace.note_layouts(tallies)
         return result, _vectors(tallies)
 
-    def _tallies(self, vectors: Sequence[Any]) -> Tallies:
+    def _tallies(self, vectors: Sequence[Any], layouts: Mapping[str, Layout]) -> Tallies:
         """Returns the tallies that vectors belong to; compiled functions return vectors alone."""
-        turn, layouts = iter(vectors), self.traces.now.layouts
+        turn = iter(vectors)
         return {
             name: Tally(layouts.get(name), next(turn), next(turn))
             for name in self.computation.names
@@ -156,15 +154,16 @@ class Runner:
     def __call__(self, batch: Shard) -> Any:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
         with self._alone():
-            self.settle(lambda: self.function.spec_of(batch))
-            self._is_inside = tf.inside_function()
-            if self._is_inside:
+            if tf.inside_function():
+                self.settle(lambda: spec_of((batch, *self.function.parts_of(batch))))
                 return self.function(batch)[0]
             with self._retraces.watch():
                 return self.call((batch, *self.function.parts_of(batch)))[0]
 
     def call(self, batch: Batch) -> tuple[Any, Tallies]:
         """Runs one batch, with what watches the calls of the computation."""
+        # Here, for a chain calls each of its steps, and another may have run in between.
+        self.settle(lambda: spec_of(batch))
         return self.computation.around_call(self._run)(batch)
 
     @property
@@ -173,20 +172,22 @@ class Runner:
         return self.computation.around_call(self._run) != self._run
 
     def _run(self, batch: Batch) -> tuple[Any, Tallies]:
-        try:
-            result, vectors = self.function.run(*batch)
-        except tf.errors.CancelledError:
-            if not self.trace.functions:
-                raise
-            self._trace_for_each()
-            result, vectors = self.function.run(*batch)  # Which raises what was lost.
-        return result, self._tallies(vectors)
+        with self.function.explaining(*batch):
+            program, arguments = self.function.program_for(*batch)
+            try:
+                result, vectors = program.run(*arguments)
+            except tf.errors.CancelledError:
+                if not program.loses_errors:
+                    raise
+                self._trace_for_each()
+                program, arguments = self.function.program_for(*batch)
+                result, vectors = program.run(*arguments)  # Which raises what was lost.
+        return result, self._tallies(vectors, program.trace.layouts)
 
     def _trace_for_each(self) -> None:
         """Has the function of a replica traced for each from now on."""
         self._why_each = "TensorFlow has lost the error of a replica"
         self.traces.forget()
-        self.traces.turn_to(self.traces.key)
 
     # Many batches -------------------------------------------------------------------------------
 
@@ -216,32 +217,34 @@ class Runner:
         spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         never_ends = isinstance(iterator, ShardIterator) and iterator.never_ends
-        kind = LoopKind(tf.type_spec_from_value(source), elements, never_ends, logs_last)
+        inside = tf.inside_function()
+        kind = LoopKind(tf.type_spec_from_value(source), elements, never_ends, logs_last, inside)
         done: Tallies = {name: Tally.empty() for name in self.computation.names}
-        self._is_inside = tf.inside_function()
-        if self._is_inside:
+        if inside:
             with explaining_failures(self.strategy):
-                loop = self._find(kind, split)
-                logs, vectors = loop.run(source, tf.cast(steps, tf.int64), *_vectors(done))
-            return dict(logs), self._tallies(vectors)
+                program = self._program_of(self.traces.loop_for(kind), split)
+                logs, vectors = program.run(source, tf.cast(steps, tf.int64), *_vectors(done))
+            return dict(logs), self._tallies(vectors, program.trace.layouts)
 
         ran = 0
         while ran < steps:
-            if self.watches or self._is_long():
+            # Asked each time: a call in turn may have begun with other traces.
+            loop = self.traces.loop_for(kind)
+            if self.watches or self._is_long(loop):
                 batch = self._next_batch(source, split)
                 if batch is not None:
-                    done, ran = add(done, self._call_in_turn(batch)), ran + 1
+                    done, ran = add(done, self._call_in_turn(batch, kind)), ran + 1
                     continue
-                if ran or len(self.traces.now.layouts) == len(self.computation.names):
+                if ran or len(loop.layouts) == len(self.computation.names):
                     break  # The logs of no step are known; else a loop has to say them.
             with explaining_failures(self.strategy):
-                loop = self._find(kind, split)
+                program = self._program_of(loop, split)
             # Ctrl-C is heard between calls.
-            asked = min(loop.most, steps - ran, self._length.steps)
+            asked = min(program.most, steps - ran, self._length.steps)
             began = time.perf_counter()
-            with explaining_failures(self.strategy), self._finding_lost_errors(loop):
-                logs, vectors = loop.run(source, tf.cast(asked, tf.int64), *_vectors(done))
-                done = self._tallies(vectors)
+            with explaining_failures(self.strategy), self._finding_lost_errors(program, split):
+                logs, vectors = program.run(source, tf.cast(asked, tf.int64), *_vectors(done))
+                done = self._tallies(vectors, program.trace.layouts)
                 if ran + asked == steps:  # Reading logs waits for a GPU.
                     return dict(logs), done
                 before, ran = ran, int(logs["steps"])
@@ -249,39 +252,40 @@ class Runner:
             if ran - before < asked:
                 return dict(logs), done
         if not ran:  # Tallies of no step do not know their layout.
-            done = self._tallies(_vectors(done))
+            done = self._tallies(_vectors(done), self.traces.loop_for(kind).layouts)
         return logs_of(done), done
 
-    def _call_in_turn(self, batch: Batch) -> Tallies:
+    def _call_in_turn(self, batch: Batch, kind: LoopKind) -> Tallies:
         """Computes one of many batches by itself, and notes how long a step takes."""
-        traced, watches = self.traces.now, self.watches
+        watches = self.watches
         began = time.perf_counter()
         tallies: Tallies = self.call(batch)[1]
-        traced.note_call(time.perf_counter() - began, watched=watches)
+        seconds = time.perf_counter() - began
+        self.traces.loop_for(kind).note_call(seconds, tallies, watched=watches)
         return tallies
 
-    def _is_long(self) -> bool:
+    def _is_long(self, loop: Loop) -> bool:
         """Returns whether a step takes so long that a compiled loop would save nothing.
 
         To compile one takes as long as the first step, whose own function is there if that was
         watched. On a GPU a call does not wait for its step, so steps are short. Workers cannot
         measure alike, and compile a loop.
         """
-        return is_one_process(self.strategy) and self.traces.now.seconds > LONG
+        return is_one_process(self.strategy) and loop.seconds > LONG
 
     @contextmanager
-    def _finding_lost_errors(self, loop: Loop) -> Iterator[None]:
+    def _finding_lost_errors(self, program: Program, split: Split) -> Iterator[None]:
         """Computes the batch again of which TensorFlow has lost the error of a replica."""
         try:
             yield
         except BaseException as error:
             # Taken whatever failed, or the next loop would wait for room.
-            elements = [element for kept in loop.kept for element in kept.take()]
-            if not (isinstance(error, tf.errors.CancelledError) and self.trace.functions):
+            elements = [element for kept in program.kept for element in kept.take()]
+            if not (isinstance(error, tf.errors.CancelledError) and program.loses_errors):
                 raise
             self._trace_for_each()
             for element in elements:
-                self._run(_batch_of(element, loop.split))  # Which raises what was lost.
+                self._run(_batch_of(element, split))  # Which raises what was lost.
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
                 "others were cancelled.",
@@ -326,21 +330,12 @@ class Runner:
             )
         return iterator.source, iterator.cut, iterator.cut.split
 
-    def _find(self, kind: LoopKind, split: Split) -> Loop:
-        """Returns the compiled loop for a kind of iterator."""
-        if (found := self.traces.now.loop_for(kind)) is not None:
-            return found
-        kept: list[KeptBatch] = []
-        count = tf.TensorSpec([], tf.int64)
-        vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
-        compiled = self._compile(kind, split, kept)
-        run = compiled.get_concrete_function(kind.source, count, *vectors)
-        most = math.inf
-        if not replicas_share_memory(self.strategy) and self._sends_other_shapes(run):
-            most = 1
-        loop = Loop(kind, split, run, most, kept)
-        self.traces.now.loops.append(loop)
-        return loop
+    def _program_of(self, loop: Loop, split: Split) -> Program:
+        """Returns what computes many batches of an iterator; compiles it, if nothing has."""
+        if loop.program is None:
+            loop.program = self._compiled(loop.kind, split)
+            loop.layouts = loop.program.trace.layouts
+        return loop.program
 
     def _sends_other_shapes(self, function: Any) -> bool:
         """Returns whether what replicas send has another shape in each step.
@@ -354,25 +349,39 @@ class Runner:
         gathers = not is_one_process(self.strategy) and any(GATHERED in name for name in names)
         return gathers or any(LISTED in name for name in names)
 
-    def _compile(self, kind: LoopKind, split: Split, keeps: list[KeptBatch]) -> Any:
-        def trace(shards: Shards) -> tuple[Tensor, ...]:
-            return self._trace(shards, logs_last=kind.logs_last)[1]
+    def _compiled(self, kind: LoopKind, split: Split) -> Program:
+        """Returns a loop over the batches of an iterator, compiled."""
+        trace = Trace(logs_last=kind.logs_last, inside=kind.inside)
+        keeps: list[KeptBatch] = []
+
+        def compute(shards: Shards) -> tuple[Tensor, ...]:
+            return self._trace(shards, trace)[1]
 
         def step(element: Shard, vectors: Sequence[Any]) -> Sequence[Any]:
             kept = KeptBatch(element)
-            added = on_shards(trace, self.strategy, *split(kept.element))
-            vectors = _vectors(add(self._tallies(vectors), self._tallies(added)))
-            if self.trace.functions and replicas_share_memory(self.strategy):
+            added = on_shards(compute, self.strategy, *split(kept.element))
+            before, here = (self._tallies(each, trace.layouts) for each in (vectors, added))
+            vectors = _vectors(add(before, here))
+            if trace.functions and replicas_share_memory(self.strategy):
                 keeps.append(kept)
                 return kept.until(vectors)
             return vectors
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
             vectors = loop_over(source, steps, step, vectors, never_ends=kind.never_ends)
-            logs = logs_of(self._tallies(vectors))
+            logs = logs_of(self._tallies(vectors, trace.layouts))
             return (logs if kind.logs_last else {"steps": logs["steps"]}), vectors
 
-        return tf.function(run, autograph=False)
+        function: Any = tf.function(run, autograph=False)
+        vectors = [tf.TensorSpec(_ANY_SHAPE, tf.float64)] * 2 * len(self.computation.names)
+        count = tf.TensorSpec([], tf.int64)
+        concrete = function.get_concrete_function(kind.source, count, *vectors)
+        most = math.inf
+        # What is sent once a call is not in one that is part of another.
+        sends = not kind.inside and self._sends_other_shapes(concrete)
+        if sends and not replicas_share_memory(self.strategy):
+            most = 1
+        return Program(concrete, trace, most, keeps)
 
 
 def _batch_of(element: Any, split: Split) -> Batch:

@@ -8,12 +8,17 @@ from typing import Self, cast
 
 import tensorflow as tf
 
-from tfmultigpu.lists import present
+from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.features.lookups import written_of
+from tfmultigpu.steps.program import Key
+from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
+from tfmultigpu.steps.taken_in import TakenIn
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Call, Shards, Trace
-from tfmultigpu.types import Data, Nested, Shard, Untyped
+from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.types import Data, KerasLayer, KerasModel, KerasVariable, Nested, Shard, Untyped
 
 
 class Step:
@@ -47,9 +52,65 @@ class ModelStep(Step):
 
     Attributes:
         features: Its optional parts, in their order.
+        model: The model.
+        assigned: The Keras variables that its traces assign, by their ``id``; None before the
+            first.
+        beside: The layers that its traces call and that are not in the model, by their ``id``.
     """
 
     features: tuple[Feature, ...]
+    model: KerasModel
+    assigned: dict[int, KerasVariable] | None = None
+    beside: dict[int, KerasLayer]
+    # What traces hold of the model. It stays alive, or another object could have its ``id``.
+    _taken_in: TakenIn | None = None
+    _version = 0
+
+    @property
+    def why_each(self) -> str:
+        """Why a function is traced for each replica, of all that is compiled now; "" if none is."""
+        programs = self.runner.traces.now.programs
+        return "; ".join(filter(None, dict.fromkeys(each.trace.why_each for each in programs)))
+
+    def key(self) -> Key | None:
+        """Returns what the model consists of, which layers are frozen, and how tables are read."""
+        before = self._taken_in
+        if before is None:
+            return None
+        now = TakenIn.of(self.model, before.beside)
+        if not now.has_objects_of(before):
+            return None
+        return Key((self._version, written_of(before.tables)), now.flags)
+
+    def facts(self) -> Facts:
+        """Returns what is trained and synchronized."""
+        layers = all_layers(self.model)
+        synchronized = [each.name for each in layers if getattr(each, "synchronized", False)]
+        trained = [variable.path for variable in self.model.trainable_variables]
+        return {"the trained variables": trained, "the synchronized layers": synchronized}
+
+    def take_in(self, *, changed: bool = False) -> bool:
+        """Takes in the model as it is, before a trace; all traces are stale if it has changed.
+
+        Args:
+            changed: Whether something else has changed that traces hold.
+
+        Returns:
+            Whether they are stale; before the first, too.
+        """
+        is_stale = changed or self.key() is None
+        if is_stale:
+            self._version += 1
+            self.assigned, self.beside = None, {}
+            self._taken_in = TakenIn.of(self.model).with_tables()
+        return is_stale
+
+    def note_trace(self, trace: Trace) -> None:
+        """Notes what a trace assigns, and the variables that the code of the user made in it."""
+        self.assigned = (self.assigned or {}) | by_id(trace.state)
+        if self._taken_in is not None:
+            beside = tuple(self.beside.values())
+            self._taken_in = TakenIn.of(self.model, beside).with_tables()
 
     @property
     def verification(self) -> Untyped:

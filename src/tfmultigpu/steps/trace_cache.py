@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfmultigpu.lists import present
 from tfmultigpu.steps.batches import BatchFunction
-from tfmultigpu.steps.kept_batch import KeptBatch
+from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.tally import Layout, Tallies
-from tfmultigpu.steps.values import Trace
 from tfmultigpu.types import BatchSpec, Nested, Tensor
+
+MOST = 16  # Records: who trains one layer after another does not keep a program of each.
 
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Nested], Tensor]]
@@ -26,32 +28,37 @@ class LoopKind:
         elements: What tells its elements apart: how they were cut, or their structure.
         never_ends: Whether the data has no end.
         logs_last: Whether all logs of the last step are computed.
+        inside: Whether it is part of a ``tf.function`` of the user.
     """
 
     source: BatchSpec
     elements: Any
     never_ends: bool
     logs_last: bool
+    inside: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Loop:
-    """A compiled loop over batches.
+    """Many batches of one kind of iterator, in a compiled loop or called in turn.
 
     Attributes:
         kind: What it serves.
-        split: What cuts an element of its iterator.
-        run: The function.
-        most: The most steps of one call.
-        kept: The batch that it computes, if one trace serves all replicas, whose error may be
-            lost; nothing otherwise.
+        program: The compiled loop; None if there is none yet.
+        layouts: What the numbers of each tally are, by the name of the tally.
+        seconds: What a step took that was called by itself among many; infinite if it was watched,
+            which says that its function is there, and not how long a step takes.
     """
 
     kind: LoopKind
-    split: Split
-    run: Any
-    most: float = math.inf
-    kept: list[KeptBatch] = dataclasses.field(default_factory=list)
+    program: Program | None = None
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+    def note_call(self, seconds: float, tallies: Tallies, *, watched: bool) -> None:
+        """Notes how long a step took; what is watched takes longer than later steps will."""
+        self.seconds = math.inf if watched else seconds
+        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,48 +67,29 @@ class Traced:
 
     Attributes:
         function: The function of one batch, compiled for each kind of batch.
-        loops: The compiled loops over many batches.
-        trace: What the last trace of any of them found.
-        layouts: What the numbers of each tally are, by the name of the tally.
-        seconds: What a step took that was called by itself among many; infinite if it was watched,
-            which says that its function is there, and not how long a step takes.
+        loops: The loops over many batches.
     """
 
     function: BatchFunction
     loops: list[Loop] = dataclasses.field(default_factory=list)
-    trace: Trace = dataclasses.field(default_factory=Trace)
-    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
 
-    def begin(self, *, why_each: str, logs_last: bool) -> Trace:
-        """Returns a new trace, in the place of the last one."""
-        self.trace = Trace(why_each=why_each, logs_last=logs_last)
-        return self.trace
-
-    def note_layouts(self, tallies: Tallies) -> None:
-        """Notes what the numbers of each tally are."""
-        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
-
-    def note_call(self, seconds: float, *, watched: bool) -> None:
-        """Notes how long a step took; what is watched takes longer than later steps will."""
-        self.seconds = math.inf if watched else seconds
-
-    def loop_for(self, kind: LoopKind) -> Loop | None:
-        """Returns the loop that serves a kind of iterator, if there is one."""
-        for loop in self.loops:  # Specs of dicts compare but do not hash.
-            if loop.kind == kind:
-                return loop
-        return None
+    @property
+    def programs(self) -> list[Program]:
+        """All that is compiled."""
+        return [*self.function.programs.values(), *present(loop.program for loop in self.loops)]
 
 
 class TraceCache:
     """What a runner has traced, a record for each key of its computation.
 
     A record stays while another key is the current one: layers that are frozen and trained in turn
-    are traced twice in all. All records go at once, by ``forget``:
+    are traced twice in all. Records are let go
 
-    - if a setting of the optimizer has changed, which each of them holds as a constant;
-    - if TensorFlow has lost the error of a replica: from then on each replica has its own trace.
+    - if they are of another version, such as of other settings of the optimizer, which each of them
+      holds as a constant: it does not come back;
+    - if there are more than ``MOST``, those that were turned to longest ago;
+    - all at once, by ``forget``, if TensorFlow has lost the error of a replica: from then on each
+      replica has its own trace.
 
     Attributes:
         key: What is trained and synchronized now; None before the first batch.
@@ -110,20 +98,37 @@ class TraceCache:
 
     def __init__(self, new_function: Callable[[], BatchFunction]) -> None:
         self._new_function = new_function
-        self._records: dict[Hashable, Traced] = {}
-        self.key: Hashable = None
+        self._records: dict[Key, Traced] = {}  # The current one last.
+        self.key: Key | None = None
         self.now = Traced(new_function())
 
     def __len__(self) -> int:
         """Returns for how many keys there is a record."""
         return len(self._records)
 
-    def turn_to(self, key: Hashable) -> None:
-        """Makes a key the current one."""
-        if key not in self._records:
-            self._records[key] = Traced(self._new_function())
-        self.key, self.now = key, self._records[key]
+    def turn_to(self, key: Key) -> None:
+        """Makes a key the current one, and lets records go."""
+        self.key = key
+        if key in self._records:
+            self.now = self._records.pop(key)
+        else:
+            self.now = Traced(self._new_function())
+        for other in list(self._records):
+            if other.version != key.version or len(self._records) >= MOST:
+                del self._records[other]
+        self._records[key] = self.now
 
     def forget(self) -> None:
-        """Forgets all records; then ``turn_to`` begins a new one."""
+        """Lets all records go, and begins with a new one."""
+        assert self.key is not None
         self._records = {}
+        self.turn_to(self.key)
+
+    def loop_for(self, kind: LoopKind) -> Loop:
+        """Returns what computes many batches of a kind of iterator now."""
+        for loop in self.now.loops:  # Specs of dicts compare but do not hash.
+            if loop.kind == kind:
+                return loop
+        loop = Loop(kind)
+        self.now.loops.append(loop)
+        return loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,14 +13,17 @@ from tfmultigpu.accumulation.gradients import refuse_float8
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
+from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.lookups import note_written
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.outputs import StepMetrics
+from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.replicas import for_all_replicas
 from tfmultigpu.steps.retraces import SETTING, Facts
 from tfmultigpu.steps.runner import Runner
@@ -28,11 +31,9 @@ from tfmultigpu.steps.shown_step import shown_loss, shown_options, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
-from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.row_parts import units_of, whole_of
 from tfmultigpu.types import (
     BatchSpec,
-    KerasLayer,
     KerasOptimizer,
     KerasVariable,
     Shard,
@@ -52,7 +53,6 @@ class TrainStep(ModelStep, Looped):
         forward: The forward pass: the model and its loss.
         metrics: The Keras metrics that it updates.
         update: Who adds gradients and who updates variables: ``update.reason`` says why.
-        trace: What the last trace found.
     """
 
     names: tuple[str, ...] = ("",)
@@ -85,13 +85,12 @@ class TrainStep(ModelStep, Looped):
         self.strategy, self.features = strategy, tuple(features)
         self.model, self.forward, self.optimizer = forward.model, forward, optimizer
         self.step_metrics, self.metrics = metrics, metrics.all
-        self.trace = Trace()
         self.runner = Runner(self, [lock_of(unwrap_optimizer(optimizer))])
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
         self._options = settings or {}
-        self._layers: list[KerasLayer] = []
-        self._version, self._batch_spec = 0, None
+        self._batch_spec = None
+        self.beside = {}
         if update is not None:
             self.update = update
 
@@ -116,8 +115,10 @@ class TrainStep(ModelStep, Looped):
         states = [variable for feature in self.features for variable in feature.variables]
         metrics = [*self.metrics, *getattr(self.model, "metrics", ())]
         known = {id(v) for owner in (self.model, *metrics) for v in owner.variables}
-        beside = () if self.forward.forward is None else self.trace.state
-        closures = [variable for variable in beside if id(variable) not in known]
+        closures: list[KerasVariable] = []
+        if self.forward.forward is not None:
+            assigned = (self.assigned or {}).values()
+            closures = [variable for variable in assigned if id(variable) not in known]
         return [*self.model.variables, *self.optimizer.variables, *states, *closures]
 
     def other_states(self) -> list[OtherState]:
@@ -126,22 +127,19 @@ class TrainStep(ModelStep, Looped):
 
     # What a trace takes in ----------------------------------------------------------------------
 
-    def key(self) -> Hashable:
-        """Returns what is frozen, and a number that counts changes of optimizer settings."""
+    def key(self) -> Key | None:
+        """Returns what a trace takes in of the model, if it has that of the optimizer."""
         if self._batch_spec is None or self._settings.changed(self.optimizer):
             return None
-        trained = tuple([id(variable) for variable in self.variables])
-        layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
-        return self._version, trained, tuple(layers)
+        return super().key()
 
     def facts(self) -> Facts:
         """Returns the settings of the optimizer, and what is trained and synchronized."""
         facts = {SETTING + name: value for name, value in self._settings.values().items()}
-        facts["the trained variables"] = [variable.path for variable in self.variables]
-        synchronized = [one.name for one in self._layers if getattr(one, "synchronized", False)]
-        return {**facts, "the synchronized layers": synchronized}
+        trained = [variable.path for variable in self.variables]
+        return {**facts, **super().facts(), "the trained variables": trained}
 
-    def prepare(self, spec: Callable[[], Any]) -> bool:
+    def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model, its metrics and the optimizer, and takes in changed settings."""
         first = self._batch_spec is None
         batch_spec = spec() if first else self._batch_spec
@@ -150,10 +148,8 @@ class TrainStep(ModelStep, Looped):
             check_values_alike(self.strategy, self.model, self.optimizer)
             self.step_metrics.build(self.model, batch_spec)
             self._batch_spec = batch_spec
-        is_stale = self._settings.changed(self.optimizer)
-        self._version += is_stale
+        self.take_in(changed=self._settings.changed(self.optimizer))
         self._settings.note(self.optimizer)
-        return is_stale
 
     def build(self, batch_spec: BatchSpec = None) -> None:
         """Builds model and optimizer, if they are not, and chooses who updates.
@@ -171,7 +167,8 @@ class TrainStep(ModelStep, Looped):
         self.update = choose_update(
             self.optimizer, self.forward.trained, self.strategy, self._shard_update
         )
-        self._layers = all_layers(self.model)
+        trained = [variable for variable in map(whole_of, self.variables) if is_table(variable)]
+        note_written(filter(self.update.takes_rows, trained))
 
     # The step -----------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class TrainStep(ModelStep, Looped):
         phases.advance(self.features, gradient, after)
 
         self._settings.note(self.optimizer, traced=True)
-        self.trace = trace
+        self.note_trace(trace)
         tallies = {"": tally}
         return logs_of_step(tallies), tallies
 

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -215,6 +215,9 @@ class Trace:
         known: The trace of the same step on replicas, whose function serves one device as well.
         logs_last: Whether what only the last step has in its logs is read: the norm of the
             gradient and the loss scale.
+        inside: Whether it is made inside a ``tf.function`` of the user, of whose calls nobody
+            knows.
+        layouts: What the numbers of each tally are, by the name of the tally.
     """
 
     layout: Layout | None = None
@@ -230,6 +233,12 @@ class Trace:
     own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
     known: Trace | None = None
     logs_last: bool = True
+    inside: bool = False
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+
+    def note_layouts(self, tallies: Tallies) -> None:
+        """Notes what the numbers of each tally are."""
+        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
 
     def note_why_each(self, why: str) -> None:
         """Notes why the function of a replica is traced for each; the first reason stays."""

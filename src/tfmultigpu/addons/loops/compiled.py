@@ -103,10 +103,9 @@ class EpochMetrics:
 
 def _is_updated(metric: KerasMetric, step: TrainStep | EvalStep) -> bool:
     """Returns whether a step updates a metric, of a model or of a layer in it."""
-    if step.trace.layout is None and metric in metrics_inside(step.model):  # Of a resumed run.
+    if step.assigned is None and metric in metrics_inside(step.model):  # Of a resumed run.
         return any(np.any(variable.numpy()) for variable in metric.variables)
-    updated = set(map(id, step.trace.state))
-    return not updated.isdisjoint(map(id, metric.variables))
+    return not (step.assigned or {}).keys().isdisjoint(map(id, metric.variables))
 
 
 def metrics_inside(model: KerasModel) -> list[KerasMetric]:

@@ -150,7 +150,7 @@ class Culprit:
     advice: str = ""
 
 
-def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[str, str]:
+def explain(found: Sequence[Quantity], culprit: Culprit, device: OneDevice) -> tuple[str, str]:
     """Returns the first thing that depends on the cut, and the line to write.
 
     A variable that is assigned comes before the layer that reads it, and a layer before what is
@@ -159,7 +159,7 @@ def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[st
     first: dict[str, Quantity] = {}
     for quantity in found:
         first.setdefault(quantity.kind, quantity)
-    in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
+    in_parts = any(isinstance(feature, MicroBatches) for feature in device.step.features)
     one_part = _ONE_PART if in_parts else ""
 
     if culprit.draw:
@@ -179,7 +179,7 @@ def explain(found: Sequence[Quantity], culprit: Culprit, step: Step) -> tuple[st
     kind = name = ""
     if found:
         kind, name = found[0].kind, found[0].name
-    if kind == "state" and is_added(step.runner.trace.state[int(found[0].key.split()[1])]):
+    if kind == "state" and is_added(device.states[int(found[0].key.split()[1])]):
         return name, _SUMMED
     known = {"state": _STATE, "metric": _METRIC, "table": _TABLE, "update": _UPDATE}
     if kind in known:

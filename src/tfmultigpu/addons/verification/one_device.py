@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,13 +21,14 @@ from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
+from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
 from tfmultigpu.types import (
     Array,
-    ConcreteFunction,
     Function,
+    Graph,
     KerasVariable,
     Logs,
     Nested,
@@ -38,6 +40,21 @@ from tfmultigpu.types import (
 
 Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
+
+
+@dataclasses.dataclass(eq=False)
+class _Traced:
+    """What a trace found.
+
+    Attributes:
+        trace: What the step found.
+        touched: The state that it changes, and the variables that it uses.
+        variables: The variables that its gradient is for.
+    """
+
+    trace: Trace
+    touched: Touched
+    variables: tuple[KerasVariable, ...] = ()
 
 
 class OneDevice:
@@ -69,13 +86,16 @@ class OneDevice:
         """
         self._by_itself = by_itself
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
-        self.twin, self.trace = step.on_one_device(), Trace()
+        self.twin = step.on_one_device()
         if features:
             self.twin = self.twin.with_features([*self.twin.features, *features])
         self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._begins_at_ones = False
-        self._touched = Touched()  # By the last trace.
+        self._known: Trace | None = None
+        # By their graphs: batches of another structure are traced by themselves.
+        self._traces: dict[Graph, _Traced] = {}
+        self._ran = _Traced(Trace(), Touched())
         self.updated: list[KerasVariable] = []
         self.smooth = 0
         if _update_is_known(step):
@@ -88,7 +108,7 @@ class OneDevice:
     @property
     def states(self) -> list[KerasVariable]:
         """The states that layers and metrics assign; known once run."""
-        return self.trace.state
+        return self._ran.trace.state
 
     def named(self, logs: Logs) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
@@ -98,12 +118,12 @@ class OneDevice:
         named.pop("steps", None)
         return named
 
-    def run(
-        self, batch: Shard, compiled: ConcreteFunction, move: Function | None = None
-    ) -> Numbers:
-        """Returns arrays by name; what ``compiled``, the step, assigns may begin moved."""
+    def run(self, batch: Shard, program: Program, move: Function | None = None) -> Numbers:
+        """Returns arrays by name; what ``program``, the step, assigns may begin moved."""
+        self._known = None if self._by_itself else program.trace
         concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
-        with putting_back(self.step, concrete, compiled) as before:
+        self._ran = self._traces[concrete.graph]
+        with putting_back(self.step, concrete, program.run) as before:
             if move is not None:
                 for number, each in enumerate(before):
                     each.assign(move(number, each.handle, each.value))
@@ -162,7 +182,8 @@ class OneDevice:
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
-        assigned = set(map(id, self._touched.assigned))
+        touched = self._ran.touched
+        assigned = set(map(id, touched.assigned))
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
@@ -171,9 +192,9 @@ class OneDevice:
         for variable in known:
             for copy in copies_of(self.strategy, variable):
                 assigned.discard(id(copy.handle))
-        return [each for each in self._touched.variables if id(each.handle) in assigned]
+        return [each for each in touched.variables if id(each.handle) in assigned]
 
-    def moved(self, batch: Shard, compiled: ConcreteFunction, rounding: float) -> list[Numbers]:
+    def moved(self, batch: Shard, program: Program, rounding: float) -> list[Numbers]:
         """Returns the arrays twice as they are, then rounded otherwise.
 
         That is from weights moved by one rounding, and with the loss at another scale.
@@ -190,17 +211,17 @@ class OneDevice:
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = None, None, functools.partial(move, 1), functools.partial(move, 2)
-        arrays = [self.run(batch, compiled, each) for each in moves]
+        arrays = [self.run(batch, program, each) for each in moves]
         if isinstance(self.step, TrainStep):
-            arrays += self._scaled(batch, compiled, arrays[0])
+            arrays += self._scaled(batch, program, arrays[0])
         return arrays
 
-    def _scaled(self, batch: Shard, compiled: ConcreteFunction, still: Numbers) -> list[Numbers]:
+    def _scaled(self, batch: Shard, program: Program, still: Numbers) -> list[Numbers]:
         """Returns the arrays with what the scale of the loss changes in the gradient."""
         scale = OtherScale()
         # It is traced by itself, and of code that counts its traces another trace is another step.
         scaled = OneDevice(self.step, self.measure, by_itself=True, features=[scale])
-        base, *others = [scaled.run(batch, compiled) for _ in scale.scales()]
+        base, *others = [scaled.run(batch, program) for _ in scale.scales()]
         names = [name for name in still if name == "gradient_norm" or name.startswith("update ")]
         arrays = []
         for other in others:
@@ -210,19 +231,17 @@ class OneDevice:
 
     def _look(self, batch: Shard) -> tuple[Tensor, ...]:
         # What replicas call, traced already, serves for the batch in one piece as well.
-        self.trace = Trace()
-        if not self._by_itself:
-            self.trace = Trace(known=self.step.runner.trace)
+        traced = _Traced(Trace(known=self._known), Touched())
+        self._traces[tf.compat.v1.get_default_graph()] = traced
         strategy = self.twin.strategy
-        self._touched = Touched()
-        with sharing_seeds(self.strategy), self._touched.noting():
+        with sharing_seeds(self.strategy), traced.touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))
-            looked = self.twin.look(shards, self.trace)
+            looked = self.twin.look(shards, traced.trace)
         if not self.twin.names:
             return looked, ()
         tally, (first, *_), *gradients = looked
         for gradient in gradients:
-            self._variables = gradient.variables
+            traced.variables = gradient.variables
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
     def _update(self, gradient: Gradient, state: Sequence[Tensor]) -> None:
@@ -245,7 +264,7 @@ class OneDevice:
 
             return original(variable, on_first, args, **options | {"group": False})
 
-        gradient = gradient._replace(variables=self._variables)
+        gradient = gradient._replace(variables=self._ran.variables)
         # That of an owner is one update anyway.
         with ExitStack() as contexts:
             if not self.step.update.owned:

@@ -20,20 +20,21 @@ from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, count_rows
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
-from tfmultigpu.lists import map_present, present
-from tfmultigpu.steps.batches import cut_batch
+from tfmultigpu.lists import present
+from tfmultigpu.steps.batches import cut_batch, spec_of
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
+from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
-from tfmultigpu.types import Array, ConcreteFunction, Nested, Shard, Tensor
+from tfmultigpu.types import Array, Nested, Shard, Tensor
 from tfmultigpu.user_code import warn
 
 _Kind: TypeAlias = Literal["even", "uneven", "small"]  # Of a batch, by the rows of its replicas.
@@ -70,7 +71,7 @@ class Verify(Feature):
     verification: Verification | None = None
     _device: OneDevice | None = None
     _without_norms: TrainStep | None = None
-    _kinds = 0
+    _keys: Sequence[Key] = ()  # Of what it has seen, of this version.
     _due = True  # Whether batches are seen; all are, until the first is verified,
     # or the first of a kind is there that something is said of.
     _later: Mapping[_Kind, Verification] = types.MappingProxyType({})
@@ -90,10 +91,11 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        kinds = len(self._step.runner.traces)
-        if kinds > self._kinds:  # Frozen layers, or synchronized.
-            self._kinds, self._due = kinds, True
-            self.verification, self._later, self._saw_small = None, {}, False
+        key = self._step.runner.traces.key
+        if key not in self._keys:  # Other settings, variables, or layers that are frozen.
+            self._keys = [seen for seen in self._keys if seen.version == key.version] + [key]
+            self._due, self._saw_small = True, False
+            self.verification, self._later = None, {}
         if not self._due:
             return call
         return functools.partial(self._call, call)
@@ -109,12 +111,13 @@ class Verify(Feature):
             return call(batch)
         if not found:
             with explaining_failures(self._strategy):
-                self._step.runner.function.compiled(*batch)  # It has to be traced anyway.
+                # It has to be traced anyway.
+                program, _ = self._step.runner.function.program_for(*batch)
             with saying_if_slow(
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
             ):
-                found, later = self._verified(batch, rows, kind)
+                found, later = self._verified(batch, program, rows, kind)
         result = call(batch)
         self._later = later
         if kind == "small":
@@ -178,7 +181,7 @@ class Verify(Feature):
         return sizes or [most]
 
     def _verified(
-        self, batch: Batch, rows: int, kind: _Kind
+        self, batch: Batch, program: Program, rows: int, kind: _Kind
     ) -> tuple[list[Verification], dict[_Kind, Verification]]:
         """Verifies a batch; all workers call it.
 
@@ -189,7 +192,7 @@ class Verify(Feature):
         step, said = self._step, []
         is_even = kind == "even"
         sizes = [rows] if kind == "small" else self._sizes(rows, is_even=is_even)
-        norms = step.runner.trace.own_moments
+        norms = program.trace.own_moments
         if norms and self._strategy.num_replicas_in_sync > 1:
             # They are as everybody knows them. What else there is shows without them.
             said = [explain_norms(norms)]
@@ -226,9 +229,7 @@ class Verify(Feature):
             others = [feature for feature in step.features if feature is not self]
             self._without_norms = step.with_features([*others, WithoutMoments()])
         other = self._without_norms
-        structure, leaves, _ = batch
-        specs = map_present(any_rows, leaves[0])
-        other.runner.settle(lambda: tf.nest.pack_sequence_as(structure, specs))
+        other.runner.settle(lambda: spec_of(batch))
         return other
 
     def _norm(self, variable: tf.Variable) -> Tensor:
@@ -253,10 +254,10 @@ class Verify(Feature):
     def _of_copies(self, step: Step, batch: Batch, rows: int) -> Verification | None:
         """Returns the outcome for so few rows that replicas have copies; None if nothing shows."""
         comparison = self._compared(step, batch, rows)
-        outcome = comparison.verification
-        if outcome.outcome != "different":
+        outcome, one = comparison.verification, comparison.one
+        if outcome.outcome != "different" or one is None:
             return None if outcome.reason else outcome
-        culprit, _ = explain(comparison.beyond, Culprit(), step)
+        culprit, _ = explain(comparison.beyond, Culprit(), one.device)
         return dataclasses.replace(outcome, culprit=culprit, advice=_SMALL.format(rows=rows))
 
     # One comparison -----------------------------------------------------------------------------
@@ -298,30 +299,30 @@ class Verify(Feature):
         cut = structure, [tf.nest.flatten(whole)], None
         if offsets is not None:
             cut = structure, list(map(tf.nest.flatten, local)), places
-        compiled, arguments = step.runner.function.compiled(*cut)
+        program, arguments = step.runner.function.program_for(*cut)
         _refuse_what_stays(step)
         device = self._device
         if device is None or device.step is not step or device.key != step.key():
             device = OneDevice(step, self._measure)
         try:
-            numbers = device.run(whole, compiled)
+            numbers = device.run(whole, program)
         except tf.errors.CancelledError:  # Of a function that is called TensorFlow loses errors.
             device = OneDevice(step, self._measure, by_itself=True)
-            numbers = device.run(whole, compiled)
+            numbers = device.run(whole, program)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
-        return _One(device, numbers, whole, local, places, compiled, arguments)
+        return _One(device, numbers, whole, local, places, program, arguments)
 
     def _apart(self, one: _One) -> _Apart:
         """Runs the step, and compares what it computes with what one device did."""
         device = one.device
         bounds = Rounding(all_layers(device.step.model))
-        with putting_back(device.step, one.compiled) as before:
+        with putting_back(device.step, one.program.run) as before:
             device.begin(before)
-            logs = one.compiled(*one.arguments)[0]
+            logs = one.program.run(*one.arguments)[0]
             found = [q for q in compared(device, one.numbers, logs, bounds) if q.apart]
         steady, beyond = [], []
         if found:
-            still, again, *moved = device.moved(one.whole, one.compiled, bounds.compute)
+            still, again, *moved = device.moved(one.whole, one.program, bounds.compute)
             steady = [each for each in found if each.is_steady(still, again)]
             beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
         return found, steady, beyond
@@ -355,7 +356,7 @@ class Verify(Feature):
         join = functools.partial(join_rows, self._strategy)
         bound = math.sqrt(Rounding(all_layers(step.model)).compute)
         found, _ = _attempt(lambda: locate(step, one.device, join, one.local, one.places, bound))
-        culprit, advice = explain(comparison.beyond, found or Culprit(), step)
+        culprit, advice = explain(comparison.beyond, found or Culprit(), one.device)
         return dataclasses.replace(outcome, culprit=culprit, advice=advice)
 
 
@@ -369,7 +370,7 @@ class _One:
         whole: The rows in one piece.
         local: The shard of each replica of this process.
         places: The offsets of all shards.
-        compiled: The step.
+        program: The step.
         arguments: The rows as it takes them.
     """
 
@@ -378,7 +379,7 @@ class _One:
     whole: Shard
     local: list[Shard]
     places: Array
-    compiled: ConcreteFunction
+    program: Program
     arguments: list[Tensor]
 
 

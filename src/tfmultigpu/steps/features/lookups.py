@@ -7,7 +7,7 @@ until an update writes to single rows: from then on each read of the value copie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.steps.assignments import deferred_here
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Rows
-from tfmultigpu.strategies.row_parts import RowParts, whole_of
+from tfmultigpu.strategies.row_parts import RowParts
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
@@ -26,6 +26,23 @@ _Value: TypeAlias = Any  # What TensorFlow takes and gives.
 
 # The variables whose single rows steps write to, by their ``id``.
 _written: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
+
+
+def note_written(variables: Iterable[KerasVariable]) -> None:
+    """Notes variables whose single rows a step writes to, before it is traced."""
+    for variable in variables:
+        value = tf_variable(variable)
+        _written[id(value)] = value
+
+
+def written_of(tables: Iterable[KerasVariable]) -> tuple[int, ...]:
+    """Returns which of some tables are read by rows, on which a trace depends."""
+    return tuple([id(table) for table in tables if _is_written(table)])
+
+
+def _is_written(variable: KerasVariable) -> bool:
+    value = tf_variable(variable)
+    return _written.get(id(value)) is value
 
 
 class Lookups(Feature):
@@ -48,7 +65,7 @@ class Lookups(Feature):
         """Has lookups on this replica read rows."""
         tables: dict[int, _Value] = {}
         for variable in self._step.model.variables:
-            if self._reads(variable):
+            if is_table(variable) and (_is_written(variable) or is_sharded(variable)):
                 tables[id(variable)] = tf_variable(variable)  # Keras casts it in a layer.
         if not tables:
             yield
@@ -78,16 +95,6 @@ class Lookups(Feature):
             patching(tf, "shape", shape),
         ):
             yield
-
-    def _reads(self, variable: KerasVariable) -> bool:
-        """Returns whether rows of a variable are read, and not its value."""
-        if not is_table(variable):
-            return False
-        value = tf_variable(variable)
-        trained = [id(whole_of(each)) for each in getattr(self._step, "variables", ())]
-        if id(variable) in trained and self._step.update.takes_rows(variable):
-            _written[id(value)] = value
-        return _written.get(id(value)) is value or is_sharded(variable)
 
 
 def _reader(table: KerasVariable, value: _Value) -> Callable[[_Value], tf.Tensor] | None:

@@ -11,7 +11,7 @@ class OneTrace(Feature):
     Use it for many GPUs and a deep model, which need minutes for their first step; on CPUs large
     models do it by themselves. A replica
     then sends all its gradients together, after its backward pass. Results are the same up to the
-    last bit. If each replica needs a trace all the same, ``step.trace.why_each`` says why.
+    last bit. If each replica needs a trace all the same, ``step.why_each`` says why.
 
     Example:
         >>> import keras, tfmultigpu as tmg
