@@ -16,24 +16,24 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 27_500,
-    "src/*": 1_140,
-    "src/_compat": 840,
-    "src/accumulation": 2_350,
+    "src together": 29_200,
+    "src/*": 1_260,
+    "src/_compat": 930,
+    "src/accumulation": 2_850,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
     "src/addons/diagnostics": 1_160,
-    "src/addons/loops": 3_150,
+    "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 1_530,
+    "src/addons/verification": 1_750,
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 7_000,
+    "src/steps": 7_450,
     "src/strategies": 2_120,
-    "tests together": 37_300,
+    "tests together": 39_500,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
