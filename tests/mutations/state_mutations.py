@@ -13,8 +13,8 @@ RESUMED = f"{FILE}::test_a_run_with_tables_resumes_as_if_never_interrupted"
 STATE = (
     broken(
         "the check leaves what it wrote to a table",
-        "            table.write(*content)\n",
-        "            pass\n",
+        "                table.write(*content)\n",
+        "                pass\n",
         ONCE,
     ),
     broken(

@@ -96,6 +96,16 @@ class Touched:
         """The tables among the states."""
         return [state for state in self.states if state.kind == "table"]
 
+    @contextmanager
+    def putting_back_tables(self) -> Iterator[None]:
+        """Puts back, at the end, what is in the tables."""
+        contents = [(table, table.read()) for table in self.tables]
+        try:
+            yield
+        finally:
+            for table, content in contents:
+                table.write(*content)
+
     @property
     def assigned(self) -> list[Handle]:
         """The handles of the variables that they assign and read, each copy by itself."""

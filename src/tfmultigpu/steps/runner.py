@@ -90,8 +90,8 @@ class Runner:
         computation: What it runs.
         traces: What it has traced, for each key of the computation.
         touched: The state that its traces change, and the variables that they use.
-        locks: The locks of what a call changes, which it holds: threads take turns. Those of the
-            strategy's collectives are among them, whatever the computation is.
+        locks: The locks of what a call changes, which it holds: threads take turns. The locks of
+            the strategy's collectives are among them, whatever the computation is.
     """
 
     def __init__(self, computation: Computation, locks: Sequence[threading.RLock] = ()) -> None:

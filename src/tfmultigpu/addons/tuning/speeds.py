@@ -88,14 +88,12 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
     for variable in _changed_by(step):
         copies += copies_of(strategy, variable)
     before = [copy.numpy() for copy in copies]
-    tables = [(table, table.read()) for table in step.runner.touched.tables]
-    try:
-        times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
-    finally:
-        for copy, value in zip(copies, before, strict=True):
-            copy.assign(value)
-        for table, content in tables:
-            table.write(*content)
+    with step.runner.touched.putting_back_tables():
+        try:
+            times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
+        finally:
+            for copy, value in zip(copies, before, strict=True):
+                copy.assign(value)
     told = WorkerExchange(strategy).floats("seconds of capacities", times)
     least, *longest = told.mean(axis=0).tolist()
     # ``least`` is the fixed cost and one example of the slowest replica.

@@ -57,14 +57,12 @@ def putting_back(step: Run, *functions: ConcreteFunction) -> Iterator[list[Befor
     Yields the variables as they are before.
     """
     before = _before(functions)
-    tables = [(table, table.read()) for table in step.runner.touched.tables]
-    try:
-        yield before
-    finally:
-        for each in before:
-            each.assign(each.value)
-        for table, content in tables:
-            table.write(*content)
+    with step.runner.touched.putting_back_tables():
+        try:
+            yield before
+        finally:
+            for each in before:
+                each.assign(each.value)
 
 
 def _before(functions: tuple[ConcreteFunction, ...]) -> list[Before]:
