@@ -621,7 +621,7 @@ def test_keras_takes_an_adapter_as_it_is():
     assert adapters.get_data_adapter(adapter) is adapter
 
 
-def test_a_variable_that_is_combined_when_it_is_read_has_this_class() -> None:
+def test_a_variable_that_is_combined_when_it_is_read_has_this_class():
     with tmg.create_strategy(devices=2).scope():
         variable = tf.Variable(
             0.0,
@@ -631,12 +631,12 @@ def test_a_variable_that_is_combined_when_it_is_read_has_this_class() -> None:
     assert isinstance(variable, _compat.variables_summed_when_read())
 
 
-def test_a_gradient_of_the_user_is_known_by_its_operation() -> None:
+def test_a_gradient_of_the_user_is_known_by_its_operation():
     @tf.custom_gradient
-    def clipped(x: Any) -> Any:
+    def clipped(x):
         return tf.identity(x), lambda gradient: tf.clip_by_norm(gradient, 1.0)
 
-    def are_known(function: Any) -> bool:
+    def are_known(function):
         concrete = tf.function(function).get_concrete_function(tf.TensorSpec([2]))
         return any(map(_compat.may_not_be_linear, concrete.graph.get_operations()))
 
