@@ -656,3 +656,27 @@ def test_keras_takes_an_adapter_as_it_is():
     adapter = type("Adapter", (_compat.data_adapter(),), {})()
     adapters = pkgutil.resolve_name("keras.src.trainers.data_adapters")
     assert adapters.get_data_adapter(adapter) is adapter
+
+
+def test_a_variable_that_is_combined_when_it_is_read_has_this_class():
+    with tmg.create_strategy(devices=2).scope():
+        variable = tf.Variable(
+            0.0,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+    assert isinstance(variable, _compat.variables_summed_when_read())
+
+
+def test_a_gradient_of_the_user_is_known_by_its_operation():
+    @tf.custom_gradient
+    def clipped(x):
+        return tf.identity(x), lambda gradient: tf.clip_by_norm(gradient, 1.0)
+
+    def are_known(function):
+        concrete = tf.function(function).get_concrete_function(tf.TensorSpec([2]))
+        return any(map(_compat.may_not_be_linear, concrete.graph.get_operations()))
+
+    assert are_known(clipped)
+    assert are_known(tf.function(clipped))
+    assert not are_known(lambda x: tf.nn.relu(x) * 2.0)

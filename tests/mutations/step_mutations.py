@@ -158,8 +158,8 @@ STEPS = (
     ),
     broken(
         "states are assigned before the checks have passed",
-        "assign, trace.state, after=after)",
-        "assign, trace.state, after=[])",
+        "replaced=trace.replaced, after=after)",
+        "replaced=trace.replaced, after=[])",
         f"{FAILS}[N=2, synchronized norm]",
     ),
     broken(

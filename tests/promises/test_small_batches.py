@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,8 @@ class Moments(layers.Layer):
     def call(self, x: Any, training: bool = False) -> Any:
         here = tf.cast(tf.shape(x)[0], self.dtype)
         total, rows = tf.reduce_sum(x**2, 0), here
-        if tf.distribute.has_strategy():
-            context = tf.distribute.get_replica_context()
+        context = tf.distribute.get_replica_context()
+        if tf.distribute.has_strategy() and context is not None:
             total, rows = context.all_reduce("SUM", [total, rows])
         self.kept.assign(0.5 * self.kept + 0.5 * total / rows)
         self.seen.assign_add(here)
@@ -46,10 +47,8 @@ class Moments(layers.Layer):
 def with_moments() -> Training:
     training = small()
     first, last = training.model.layers
-    training.model = keras.Sequential(
-        [keras.Input((4,), dtype="float64"), first, Moments(**FLOAT), last]
-    )
-    return training
+    inner = keras.Input((4,), dtype="float64"), first, Moments(**FLOAT), last
+    return dataclasses.replace(training, model=keras.Sequential(list(inner)))
 
 
 # Fails if a copy adds to a gradient that is not linear, to a sum of the user's or to a weight of
@@ -76,14 +75,15 @@ class AddsAll(layers.Layer):
 
 def by_hand(seen: Any, rows: Any) -> Any:
     context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
+    if context is None or context.num_replicas_in_sync == 1:
         return seen + rows
     add = lambda strategy, each: tf.add_n(strategy.experimental_local_results(each))  # noqa: E731
     return seen + context.merge_call(add, args=(rows,))
 
 
 def with_the_state(seen: Any, rows: Any) -> Any:
-    return tf.distribute.get_replica_context().all_reduce("SUM", seen + rows)
+    context = tf.distribute.get_replica_context()
+    return seen + rows if context is None else context.all_reduce("SUM", seen + rows)
 
 
 # Fails if a batch of fewer rows than replicas is not compared, or told before there is one; or if

@@ -149,8 +149,9 @@ def loss_sum(
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
-        row_weight: The weight of each row, a scalar: that of ``tmg.data.row_weight(batch,
-            strategy)`` for a batch of ``distribute_dataset(..., small_batches="copy")``. None: 1.
+        row_weight: The weight of each row, a scalar. For a batch of
+            ``distribute_dataset(..., small_batches="copy")`` a replica gives its part of
+            ``tmg.data.row_weight(batch, strategy)``. None: 1.
 
     Raises:
         LossError: The loss returns one number for the whole shard, or values without an axis of
