@@ -125,7 +125,7 @@ def test_the_one_rule_of_composition(replicas: int, clip: str) -> None:
     hold_the_rule(replicas, clip, update)
 
 
-# Fails if the one call clips before it unscales, or by the part of a replica; if it updates although
+# Fails if the one call clips before it unscales, or by the part of a replica; if it updates where
 # a gradient is not finite; or if it leaves the scale as it is.
 def test_apply_does_all_of_it_in_the_right_order() -> None:
     strategy = strategy_of(2)
@@ -178,9 +178,9 @@ def differently(window: Any, scale: Any, optimizer: Any) -> dict[str, Callable[[
     }
 
 
-# Fails if a scaled gradient is applied, clipped before it is unscaled, or unscaled twice in silence;
-# if an empty window moves weights; or if it is not seen that a loss was not scaled at all, or was
-# by the optimizer.
+# Fails if a scaled gradient is applied, clipped before it is unscaled, or unscaled twice, in
+# silence; if an empty window moves weights; or if it is not seen that a loss was not scaled at all,
+# or was by the optimizer.
 def test_a_wrong_order_by_hand_is_told() -> None:
     strategy = strategy_of(2)
     with strategy.scope():
@@ -192,7 +192,7 @@ def test_a_wrong_order_by_hand_is_told() -> None:
     def add(target_of: Any, variable: Any = weight) -> None:
         def replica() -> None:
             with tf.GradientTape() as tape:
-                pair = tmg.loss_sum("mse", [[2.0]], variable.value[None])
+                pair = tmg.loss_sum("mse", tf.constant([[2.0]]), variable.value[None])
                 target = target_of(pair)
             window.add(tape.gradient(target, [weight.value]), pair)
 

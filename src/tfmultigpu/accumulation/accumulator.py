@@ -158,9 +158,9 @@ class GradientAccumulator:
                 ReplicaDependenceWarning,
             )
 
-        for number, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
+        for place, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
             if gradient is not None:
-                self._reached.add(number)
+                self._reached.add(place)
                 warn_of_clipped_part(gradient)
                 total.add(gradient, _same if use is None else use.undo)
 
@@ -275,7 +275,7 @@ class GradientAccumulator:
         return reduced
 
     def _note_scaled(self, scaled: bool | None) -> None:
-        """Notes whether a loss was scaled; all that one trace, or one window, adds must be alike."""
+        """Notes whether a loss was scaled; all of one trace, or of one window, must be alike."""
         if tf.inside_function():
             graph = weakref.ref(tf.compat.v1.get_default_graph())
             begins, self._traced_in = graph != self._traced_in, graph
