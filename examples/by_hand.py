@@ -2,7 +2,7 @@
 
 The usual answer decides on each replica whether the gradient is finite and how long it is: replicas
 then skip different steps. One rule is enough: ``loss_sum`` and ``add`` inside ``strategy.run``;
-from ``reduce`` on everything is outside, and once.
+``apply`` outside, and once.
 """
 
 import keras
@@ -34,10 +34,7 @@ def train(strategy, batch_size, batches):
 
     @tf.function
     def update():
-        gradients, finite = scale.unscale(window.reduce()[0])
-        gradients, _ = tmg.clip_gradients(gradients, 0.5)
-        tmg.apply_reduced_gradients(optimizer, gradients, variables, where=finite)
-        scale.update(finite)
+        window.apply(optimizer, scale=scale, clip_norm=0.5)
 
     add = tf.function(lambda batch: strategy.run(replica, args=(batch,)), reduce_retracing=True)
     for batch in tmg.distribute_dataset((x, y), strategy, batch_size=batch_size):

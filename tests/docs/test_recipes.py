@@ -387,7 +387,7 @@ def squared(model: Any, batch: Any) -> Any:
     return tf.reduce_mean(tf.square(model(batch[0]) - batch[1]))
 
 
-@recipe("by-hand", "replica", "train", "add", "update", to="a tape on 6, 4 and then all 10 rows")
+@recipe("by-hand", "replica", "train", "add", "update", to="a tape on 6, 4, 8 and then 2 rows")
 def by_hand() -> None:
     page = Page("by-hand")
     scope = page.until("def train(batch)")
@@ -398,7 +398,12 @@ def by_hand() -> None:
     plain(model, optimizer, squared, cut(rows, (6, 4)))
     equal(scope["model"].get_weights(), model.get_weights())
     page.until("def update()")
-    plain(model, optimizer, squared, [rows])
+    for batch in cut(rows, (8, 2)):
+        with tf.GradientTape() as tape:
+            value = squared(model, batch)
+        gradients = tape.gradient(value, model.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 5.0)
+        optimizer.apply(gradients, model.trainable_variables)
     equal(scope["model"].get_weights(), model.get_weights())
 
 
@@ -416,6 +421,33 @@ def by_hand_float16() -> None:
     gradients = tape.gradient(value, model.trainable_variables)
     gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
     optimizer.apply(gradients, model.trainable_variables)
+    equal(scope["model"].get_weights(), model.get_weights())
+
+
+@recipe(
+    "by-hand", "contrast", "compared", "train_compared", "update_with_penalty",
+    to="a tape on all 10 rows: each row against all rows, and a penalty",
+)  # fmt: skip
+def by_hand_compared_rows_and_a_penalty() -> None:
+    page = Page("by-hand")
+    scope = page.until("update_if_finite")
+    model, optimizer = by_hand_model(scope)
+    rows = scope["x"], scope["y"]
+
+    def against_all(model: Any, batch: Any) -> Any:
+        outputs = model(batch[0])
+        return tf.reduce_mean(tf.abs(outputs - tf.transpose(outputs)))
+
+    plain(model, optimizer, against_all, [rows])
+    page.until("train_compared(iterator)")
+    equal(scope["model"].get_weights(), model.get_weights())
+    with tf.GradientTape() as tape:
+        kernel = model.trainable_variables[0]
+        value = squared(model, rows) + 0.01 * tf.reduce_sum(tf.square(kernel))
+    gradients = tape.gradient(value, model.trainable_variables)
+    gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+    optimizer.apply(gradients, model.trainable_variables)
+    page.until("update_with_penalty()\n")
     equal(scope["model"].get_weights(), model.get_weights())
 
 

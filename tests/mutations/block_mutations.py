@@ -34,9 +34,21 @@ BLOCKS = (
     ),
     broken(
         "the loss scale is not taken out again",
-        "tensor / tf.cast(self.value(), tensor.dtype)",
-        "tensor",
+        "values / tf.cast(self._value(), values.dtype)",
+        "values",
         "test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[2-global_clipnorm]",
+    ),
+    broken(
+        "the one call updates although a gradient is not finite",
+        "self.variables, where=where)",
+        "self.variables)",
+        "test_composition_by_hand.py::test_apply_does_all_of_it_in_the_right_order",
+    ),
+    broken(
+        "a gradient that carries the loss scale is taken",
+        "if stage.scaled and not stage.unscaled:",
+        "if False:",
+        "test_composition_by_hand.py::test_a_wrong_order_by_hand_is_told",
     ),
     broken(
         "any finite gradient is enough",

@@ -167,8 +167,8 @@ LAW = (
                 "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(step.one))\n",
             ),
             (
-                "import global_norm, sum_dtype\n",
-                "import all_finite, global_norm, sum_dtype\n",
+                "    check_gradients,\n    global_norm,\n",
+                "    all_finite,\n    check_gradients,\n    global_norm,\n",
             ),
         ),
     ),

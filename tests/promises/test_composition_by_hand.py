@@ -125,6 +125,99 @@ def test_the_one_rule_of_composition(replicas: int, clip: str) -> None:
     hold_the_rule(replicas, clip, update)
 
 
+# Fails if the one call clips before it unscales, or by the part of a replica; if it updates where
+# a gradient is not finite; or if it leaves the scale as it is.
+def test_apply_does_all_of_it_in_the_right_order() -> None:
+    strategy = strategy_of(2)
+    training = build(strategy, functools.partial(keras.optimizers.SGD, 0.1))
+    variables = training.model.trainable_variables
+    with strategy.scope():
+        window = tmg.GradientAccumulator(variables)
+        scale = tmg.LossScale(1024.0)
+
+    def replica(batch: Batch) -> None:
+        x, y, weights = batch
+        with tf.GradientTape() as tape:
+            outputs = training.model(x, training=True)
+            pair = tmg.loss_sum(training.loss, y, outputs, weights)
+            target = scale.scale_loss(pair)
+        window.add(tape.gradient(target, variables), pair)
+
+    @tf.function
+    def update() -> Any:
+        return window.apply(training.optimizer, scale=scale, clip_norm=LIMIT)
+
+    scales, valid, clipped = [], [], []
+    for batches in weighted_windows():
+        for shard in shards_of(batches, strategy, "tf"):
+            strategy.run(replica, args=(shard,))
+        norm, updated = update()
+        valid.append(bool(updated))
+        clipped.append(bool(norm > LIMIT) and bool(updated))
+        scales.append(float(scale.value()))
+    truth, expected = scaled_on_one_device("clip_gradients")
+    assert scales == expected
+    assert valid == [True, False, True, True]
+    assert sum(clipped) == 1  # The norm is of the gradient before.
+    hold(training, truth)
+
+
+def differently(window: Any, scale: Any, optimizer: Any) -> dict[str, Callable[[], object]]:
+    """Returns what somebody may write after ``strategy.run`` whose losses carry a scale."""
+
+    def update(gradients: Any) -> None:
+        tmg.apply_reduced_gradients(optimizer, gradients, window.variables)
+
+    return {
+        "no unscale": lambda: update(window.reduce()[0]),
+        "apply without the scale": lambda: window.apply(optimizer),
+        "clip first": lambda: tmg.clip_gradients(window.reduce()[0], 1.0),
+        "unscale twice": lambda: scale.unscale(scale.unscale(window.reduce()[0])[0]),
+        "reduce twice": lambda: (window.reduce(), update(scale.unscale(window.reduce()[0])[0])),
+        "apply in a replica": lambda: strategy_of(2).run(window.apply, args=(optimizer,)),
+    }
+
+
+# Fails if a scaled gradient is applied, clipped before it is unscaled, or unscaled twice, in
+# silence; if an empty window moves weights; or if it is not seen that a loss was not scaled at all,
+# or was by the optimizer.
+def test_a_wrong_order_by_hand_is_told() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        weight = keras.Variable([1.0])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        window, scale = tmg.GradientAccumulator([weight]), tmg.LossScale(8.0)
+
+    def add(target_of: Any, variable: Any = weight) -> None:
+        def replica() -> None:
+            with tf.GradientTape() as tape:
+                pair = tmg.loss_sum("mse", tf.constant([[2.0]]), variable.value[None])
+                target = target_of(pair)
+            window.add(tape.gradient(target, [weight.value]), pair)
+
+        strategy.run(replica)
+
+    for wrong in differently(window, scale, optimizer):
+        add(scale.scale_loss)
+        with pytest.raises(tmg.TfMultiGpuError):
+            differently(window, scale, optimizer)[wrong]()
+        window.reduce()
+    add(lambda pair: pair.sum)
+    with pytest.raises(tmg.TfMultiGpuError, match="scale_loss"):
+        window.apply(optimizer, scale=scale)
+    add(lambda pair: wrapped.scale_loss(pair.sum))
+    with pytest.raises(tmg.TfMultiGpuError, match="scale_loss"):
+        window.apply(wrapped)
+    with pytest.raises(tmg.errors.LossError, match="No gradient"):
+        add(lambda pair: pair.sum, keras.Variable([1.0]))
+    assert float(weight[0]) == 1.0
+    add(scale.scale_loss)
+    _, valid = window.apply(wrapped, scale=scale)
+    assert valid
+    np.testing.assert_allclose(weight[0], 1.2, rtol=1e-6)
+
+
 def float16_model(strategy: Any) -> tuple[Any, Any]:
     keras.utils.set_random_seed(SEED)
     with strategy.scope():

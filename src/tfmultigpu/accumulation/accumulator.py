@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -88,6 +89,7 @@ class GradientAccumulator:
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
         self._reached: set[int] = set()  # The numbers of variables with a gradient.
         self._scaled: set[bool | None] = set()  # Whether losses were scaled; None if not known.
+        self._traced_in: weakref.ref[Any] | None = None  # The graph that last added.
 
     def __repr__(self) -> str:
         """Returns what it adds gradients of, where, and how many micro-batches it holds."""
@@ -146,14 +148,7 @@ class GradientAccumulator:
                 "Create an accumulator for each.",
             )
         self._fixed = fixed
-        scaled = None if use is None else use.scaled
-        if scaled is not None and (not scaled) in self._scaled:
-            raise TfMultiGpuError(
-                "The losses of one accumulator need one loss scale.",
-                "a loss that went through scale_loss and another, both in one accumulator",
-                "Differentiate scale.scale_loss(pair) of each, or create an accumulator for each.",
-            )
-        self._scaled.add(scaled)
+        self._note_scaled(None if use is None else use.scaled)
         if isinstance(weight, LossSum) and use is not None and not use.differentiated:
             warn(
                 "add needs the gradients of the sum that belongs to the weight, which divides "
@@ -163,9 +158,9 @@ class GradientAccumulator:
                 ReplicaDependenceWarning,
             )
 
-        for number, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
+        for place, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
             if gradient is not None:
-                self._reached.add(number)
+                self._reached.add(place)
                 warn_of_clipped_part(gradient)
                 total.add(gradient, _same if use is None else use.undo)
 
@@ -276,9 +271,25 @@ class GradientAccumulator:
         reduced = REDUCED_BY_SCALED[scaled](gradients, weight)
         for gradient in gradients:
             Stage(scaled, count=count).mark(gradient)
-        if not tf.inside_function():  # A function adds to later windows without a new trace.
-            self._scaled.clear()
+        self._scaled.clear()  # Another window may be of other losses.
         return reduced
+
+    def _note_scaled(self, scaled: bool | None) -> None:
+        """Notes whether a loss was scaled; all of one trace, or of one window, must be alike."""
+        if tf.inside_function():
+            graph = weakref.ref(tf.compat.v1.get_default_graph())
+            begins, self._traced_in = graph != self._traced_in, graph
+        else:
+            begins = int(tf.convert_to_tensor(self._count)) == 0
+        if begins:
+            self._scaled.clear()
+        if scaled is not None and (not scaled) in self._scaled:
+            raise TfMultiGpuError(
+                "The losses of one accumulator need one loss scale.",
+                "a loss that went through scale_loss and another, both in one accumulator",
+                "Differentiate scale.scale_loss(pair) of each, or create an accumulator for each.",
+            )
+        self._scaled.add(scaled)
 
     def _context(self) -> Any:
         """The context of the replica that calls, None outside of ``strategy.run``."""

@@ -127,7 +127,7 @@ class LossScale:
             if use is None:
                 self._scaled_others = True
             else:
-                use.scaled = True
+                use.scale()
             return loss * tf.cast(self._value(), loss.dtype)
         total = tf.convert_to_tensor(loss.sum)
         total = tf.cast(total, sum_dtype(total.dtype))
@@ -139,7 +139,7 @@ class LossScale:
         if use is None:  # A pair of the user's.
             use = Use()
             note_use(loss, use)
-        use.scaled = True
+        use.scale()
         use.divide(divisor)
         self._use = use
         return total * (tf.cast(self._value(), total.dtype) / divisor)

@@ -88,6 +88,14 @@ class Use:
         self.scaled = self.undone = False
         self._divisor: Scalar = None
 
+    def differentiate(self) -> None:
+        """Notes that the gradient of the sum was taken."""
+        self.differentiated = True
+
+    def scale(self) -> None:
+        """Notes that a loss scale multiplied the sum."""
+        self.scaled = True
+
     def divide(self, divisor: Scalar) -> None:
         """Keeps what makes the sum as small as a mean: of one replica and one batch."""
         self._divisor, self.undone = divisor, False
@@ -208,7 +216,7 @@ def _noting_gradient(total: Tensor, use: Use) -> Tensor:
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: Tensor) -> Tensor:
         def gradient(upstream: Tensor) -> Tensor:
-            use.differentiated = True
+            use.differentiate()
             return upstream
 
         return tf.identity(value), gradient
