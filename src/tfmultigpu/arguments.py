@@ -107,7 +107,7 @@ def brief(value: Untyped) -> str:
         first = itertools.islice(value.items(), _PARTS_SHOWN)
         return "{" + _joined([f"{brief(key)}: {brief(part)}" for key, part in first], value) + "}"
     if type(value) in (list, tuple, set, frozenset):
-        left, right = {"list": "[]", "tuple": "()"}.get(kind, "{}")
+        left, right = {"list": ("[", "]"), "tuple": ("(", ")")}.get(kind, ("{", "}"))
         first = itertools.islice(value, _PARTS_SHOWN)
         return left + _joined([brief(part) for part in first], value) + right
     shape = getattr(value, "shape", None)
