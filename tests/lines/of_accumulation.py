@@ -57,7 +57,7 @@ def accumulator_of_a_model(told: Told) -> None:
     window(model.trainable_variables)
 
 
-@example("gradients for {} variables")
+@example("add takes one gradient for each variable")
 def too_few_gradients(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -544,6 +544,14 @@ def no_gradients(told: Told) -> None:
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(X))
     tmg.apply_reduced_gradients(optimizer, tape.gradient(loss, variables), variables)
+
+
+@example("apply_reduced_gradients takes one gradient for each variable")
+def one_gradient_too_few(told: Told) -> None:
+    variables, optimizer = made().trainable_variables, optimizer_of()
+    with told(tmg.TfMultiGpuError, "1 gradients for 2 variables"):
+        tmg.apply_reduced_gradients(optimizer, [tf.ones([4, 2])], variables)
+    tmg.apply_reduced_gradients(optimizer, [tf.ones([4, 2]), None], variables)
 
 
 @example("Replicas cannot train with gradient_accumulation_steps")

@@ -409,17 +409,6 @@ def a_model_returned(told: Told) -> None:
     hold(returning(model.get_weights()))
 
 
-@example("Without a dataset, the function makes its own data")
-def a_function_without_strategy(told: Told) -> None:
-    def build() -> Any:
-        return tmg.testing.Training(dense(), keras.optimizers.SGD(0.1), "mse")
-
-    with told():
-        hold(build)
-    hold(lambda strategy: [1.0])
-    hold(build, [BATCH])
-
-
 @example("One device has no finite number to compare with")
 def nan_returned(told: Told) -> None:
     with told():

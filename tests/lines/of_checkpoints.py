@@ -257,6 +257,14 @@ def a_step_beside_a_model(told: Told) -> None:
     tmg.Checkpoints("run", train_step=trained).save()
 
 
+@example("Checkpoints save a model with its optimizer, or a train step")
+def a_directory_alone(told: Told) -> None:
+    with told(TypeError):
+        tmg.Checkpoints("run")
+    model, optimizer = small()
+    tmg.Checkpoints("run", model, optimizer).save()
+
+
 @example("A loop over checkpointed data inside a tf.function")
 def a_loop_over_checkpointed_data(told: Told) -> None:
     trained = step()

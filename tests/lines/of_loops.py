@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -261,9 +263,15 @@ def checkpoints_with_steps_per_epoch(told: Told) -> None:
 
 @example("The data was distributed for another strategy than the model's")
 def data_for_three(told: Told) -> None:
-    with told():
-        fit(distribute(batches(), 3))
+    again = tmg.create_strategy(devices=2)  # As a notebook's cell that is run once more.
+    for data in (distribute(batches(), 3), tmg.distribute_dataset(batches(), again)):
+        with told():
+            fit(data)
     fit(batches())
+    with again.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    fit(tmg.distribute_dataset(batches(), again), model=model)
     fit(tmg.distribute_dataset(batches(), strategy_of(2)))
 
 
@@ -419,6 +427,135 @@ def nothing_to_evaluate(told: Told) -> None:
     with strategy_of(2).scope():
         model.compile(loss="mse")
     assert tmg.evaluate(model, X, Y, verbose=0) > 0
+
+
+def weighted_mean_of(model: Any, batch: Any, training: bool) -> Any:
+    x, y, weight = batch
+    return tmg.loss_sum("mse", y, model(x), weight)
+
+
+def optimized() -> Any:
+    with strategy_of(2).scope():
+        model = dense()
+        model.compile("sgd")
+    return model
+
+
+@example("The forward computes a loss that the sample weights do not reach. Received: {}, and")
+def a_forward_without_weights(told: Told) -> None:
+    weights, model = np.arange(8.0), optimized()
+    of_classes = {"class_weight": {0: 1.0, 1: 5.0}, "forward": mean_of}
+    of_rows = {"sample_weight": weights}
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        ((X, Y), {**of_rows, "forward": mean_of}),
+        ((X, Y, weights), {"forward": mean_of}),
+        ((X, Y[:, :1]), of_classes),
+        (batches(X, Y[:, :1]), of_classes),
+        ((X, Y), {**of_rows, "step": trained_by(model), "verify": "first"}),
+        ((X, Y), {"validation_data": (X, Y, weights), "forward": mean_of}),
+    ]
+    for data, options in ways:
+        with told(tmg.errors.LossError):
+            fit(data, model=model, **options)
+    fit((X, Y, weights), model=model, forward=weighted_mean_of)
+
+
+@example("{} Received: batches of three parts, the last of {}")
+def a_forward_that_leaves_a_part_out(told: Told) -> None:
+    three = batches(X, Y, np.arange(8.0, dtype="float32"))
+    with told(UserWarning, "do not reach.*Or leave that part out"):
+        fit(three, model=optimized(), forward=mean_of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(three, model=optimized(), forward=weighted_mean_of)
+        fit(three.map(lambda x, y, _: (x, y)), model=optimized(), forward=mean_of)
+        fit(batches(X, Y, np.arange(8)), model=optimized(), forward=mean_of)  # Numbers of rows.
+
+
+@example("validation_batch_size is for arrays, and other data yields batches by itself")
+def a_validation_batch_size_of_a_dataset(told: Told) -> None:
+    with told(tmg.errors.DataError, "validation_batch_size=4"):
+        fit(X, Y, validation_data=batches(), validation_batch_size=4)
+    fit(X, Y, validation_data=batches())
+    fit(X, Y, validation_data=(X, Y), validation_batch_size=4)
+
+
+@example("fit validates only with validation_data or validation_split")
+def options_of_no_validation(told: Told) -> None:
+    of_step = tmg.make_eval_step(fitted(), "mse", strategy_of(2))
+    options = {"validation_steps": 2, "validation_freq": 2, "validation_batch_size": 4}
+    for name, value in {**options, "eval_step": of_step}.items():
+        with told(UserWarning, name):
+            fit(X, Y, **{name: value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(X, Y)
+        fit(X, Y, validation_data=(X, Y), **options)
+
+
+@example("compile in a callback takes away the functions")
+def compile_in_a_callback(told: Told) -> None:
+    model = compiled()
+
+    class Compiles(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                self.model.compile("sgd", "mse")
+
+    with told(tmg.errors.LossError, "Write two calls"):
+        fit(X, Y, model=model, epochs=3, callbacks=[Compiles()])
+    fit(X, Y, model=model)
+    with strategy_of(2).scope():
+        model.compile("sgd", "mse")
+    assert fit(X, Y, model=model, initial_epoch=1, epochs=3).epoch == [1, 2]
+
+
+@example("{} is a function that is called as {}")
+def functions_of_other_arguments(told: Told) -> None:
+    def trying(size: int) -> None:
+        if size > 2:
+            raise MemoryError
+
+    def training() -> Any:
+        return tmg.testing.Training(dense(), keras.optimizers.SGD(0.1), "mse")
+
+    examples = single_examples()
+    same = tmg.testing.assert_replica_invariant
+    mistakes: list[tuple[str, Any]] = [
+        (r"forward=<lambda>\(model, batch\)", lambda: trained_with(lambda model, batch: None)),
+        ("forward='mse'", lambda: trained_with("mse")),
+        (r"loss=mean_of\(model: ", lambda: step(loss=mean_of)),
+        (r"preprocess=<lambda>\(x, y\)",
+         lambda: distribute(examples, batch_size=4, preprocess=lambda x, y: (x, y))),
+        (r"data=<lambda>\(a, b\)", lambda: distribute(lambda a, b: None)),
+        (r"try_batch=<lambda>\(\)", lambda: tmg.find_batch_size(lambda: None)),
+        (r"build=<lambda>\(strategy\)", lambda: same(lambda strategy: None, [(X, Y)])),
+        (r"train=training\(\)", lambda: same(training)),
+    ]  # fmt: skip
+    for received, mistake in mistakes:
+        with told(TypeError, received):
+            mistake()
+    trained_with(functools.partial(lambda _, *three: mean_of(*three), None))
+    trained_with(tf.function(mean_of, autograph=False))
+    step(loss=lambda y_true, y_pred, more=None: keras.losses.mean_squared_error(y_true, y_pred))
+    distribute(examples, batch_size=4, preprocess=lambda example, seed: example)
+    distribute(lambda: iter([(X, Y)]))
+    assert tmg.find_batch_size(trying, start=1) == 2
+    same(training, [(X, Y)])
+    same(lambda strategy: [1.0])
+
+
+def trained_with(forward: Any) -> Any:
+    model = made()
+    return tmg.make_train_step(model, optimizer_of(), None, strategy_of(2), forward=forward)
+
+
+@example("The model comes first, and the strategy later")
+def a_strategy_first(told: Told) -> None:
+    model, optimizer, strategy = made(), optimizer_of(), strategy_of(2)
+    with told(TypeError):
+        tmg.make_train_step(strategy, model, optimizer, "mse")  # type: ignore[arg-type]
+    tmg.make_train_step(strategy=strategy, model=model, optimizer=optimizer, loss="mse")
 
 
 @example("A step has its own options")

@@ -131,8 +131,8 @@ LAW = (
         NORM,
         also=(
             (
-                "    penalty = _regularize(step, trained)\n",
-                "    step.weights = weights\n    penalty = _regularize(step, trained)\n",
+                "    penalty = _regularize(step, trained, layout)\n",
+                "    step.weights = weights\n    penalty = _regularize(step, trained, layout)\n",
             ),
         ),
     ),

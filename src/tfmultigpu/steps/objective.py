@@ -153,10 +153,8 @@ class Forward:
             return original(layer, losses)
 
         def compute(original: Function, *args: object, **kwargs: object) -> Tensor:
-            added.is_computed = added.is_computing = True
-            result = original(*args, **kwargs)
-            added.is_computing = False
-            return result
+            with added.computing():
+                return original(*args, **kwargs)
 
         def read(original: Function, layer: KerasLayer) -> Tensor:
             if added.is_computing and layer is model:
@@ -191,6 +189,13 @@ class _Added:
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     is_computed: bool = False
     is_computing: bool = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Notes a call of ``compute_loss``."""
+        self.is_computed = self.is_computing = True
+        yield
+        self.is_computing = False
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the loss is that of a ``compute_loss``, which adds what regularizers add."""
+        """Whether a ``compute_loss`` has returned the loss, with what regularizers add."""
         return any(term.whole for term in self.own)
 
     @property

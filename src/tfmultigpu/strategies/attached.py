@@ -32,6 +32,10 @@ class Attached:
     scope: Callable[[], AbstractContextManager[object]] | None = None
     refused: Exception | None = None
 
+    def note_refused(self, error: Exception) -> None:
+        """Notes an error that Keras may hide."""
+        self.refused = error
+
     def serve(
         self, feature: Callable[[], object], scope: Callable[[], AbstractContextManager[object]]
     ) -> None:

@@ -173,7 +173,7 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         try:
             return create(create_mirrored, **options)
         except DataError as error:
-            attached(strategy).refused = error
+            attached(strategy).note_refused(error)
             _compat.forget_empty_variables()
             raise
 
