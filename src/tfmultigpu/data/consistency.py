@@ -54,9 +54,9 @@ def compared_over_workers(batches: Batches, strategy: tf.distribute.Strategy) ->
                 _SECONDS,
             )
         elif first not in (None, own):
-            here, there = (int(hashed.split()[0]) for hashed in (own, first))
-            lengths = f"{there} batches on worker 0 and {here} on worker {cluster.index}"
-            received = f"a pass of {lengths} (-2: unknown)"
+            here, there = (text.split()[0] for text in (own, first))
+            lengths = f"{there} on worker 0 and {here} on worker {cluster.index}"
+            received = f"batches in a pass: {lengths} (-2: unknown)"
             if here == there:
                 received = f"other values or shapes on worker 0 than on worker {cluster.index}"
             raise DataError(
