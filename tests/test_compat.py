@@ -617,6 +617,18 @@ def test_a_function_can_be_kept_whole():
     assert definition.attr["_noinline"].b
 
 
+# Fails if TensorFlow rewrites the graph all the same, or is left with other options.
+def test_a_function_can_run_as_it_was_traced():
+    rounds = tf.function(lambda x: (x + 1e5) - 1e5, autograph=False)
+    value = tf.constant([0.3])
+    with _compat.without_rewriting():
+        assert float(rounds(value)[0]) != 0.3
+        traced = rounds(value).numpy()
+    plain = (np.float32(0.3) + np.float32(1e5)) - np.float32(1e5)
+    np.testing.assert_array_equal(traced, [plain])
+    np.testing.assert_allclose(rounds(value), [0.3], rtol=1e-6)
+
+
 def test_a_mask_is_attached_as_keras_does():
     tensor, mask = tf.ones([2, 3]), tf.constant([[True, False, True]] * 2)
     _compat.set_keras_mask(tensor, mask)

@@ -11,7 +11,18 @@ from problems import network
 
 import tfmultigpu as tmg
 from lines.messages import Told, example
-from lines.parts import X, Y, dense, made, optimizer_of, step, strategy_of, window
+from lines.parts import (
+    X,
+    Y,
+    compiled,
+    dense,
+    fit,
+    made,
+    optimizer_of,
+    step,
+    strategy_of,
+    window,
+)
 
 ZEROS = [np.zeros((4, 2), "float32"), np.zeros(2, "float32")]  # For the variables of ``made()``.
 
@@ -556,6 +567,16 @@ def one_gradient_too_few(told: Told) -> None:
 
 @example("Replicas cannot train with gradient_accumulation_steps")
 def gradient_accumulation_steps(told: Told) -> None:
-    with told():
+    size = 2
+    one = dense()
+    start = one.get_weights()
+    one.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    one.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+
+    with told(tmg.TfMultiGpuError, r"batch_size=2 \* batch_size, micro_batches=2"):
         step(optimizer=optimizer_of(gradient_accumulation_steps=2))((X, Y))
-    step(micro_batches=2)((X, Y))
+    model = compiled()
+    model.set_weights(start)
+    fit(X, Y, model=model, batch_size=2 * size, micro_batches=2, shuffle=False)
+    for weight, expected in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-6)

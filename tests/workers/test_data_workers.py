@@ -102,6 +102,7 @@ def read_different_data(folder: str) -> dict[str, str]:
         "other length": refused(batches.take(5 - worker)),
         "later batch": refused(later, 45),
         "by number": refused(np.arange(40) + 100 * worker, **by_number),
+        "by worker": refused(tf.data.Dataset.range(20).shard(2, worker).batch(5)),
         "alike by number": refused(np.arange(40), **by_number),
         "alike in a dict": refused(batches.map(lambda n: {"n": n, "text": ["a", "b"]})),
     }
@@ -124,6 +125,8 @@ def test_workers_that_read_different_data_are_told(
     # A busy machine hears of the eighth batch at a later comparison.
     assert any(f"first {n} batches of pass 1 differ" in second["later batch"] for n in (8, 16, 32))
     assert "dataset.shuffle(size, seed=1)" in second["without a seed"]
+    assert "Leave out what splits the data by worker" in second["by worker"]
+    assert "other values or shapes on worker 0" in second["by worker"]
     for case in ("alike by number", "alike in a dict", "alike by seed"):
         with subtests.test(case=case):
             assert first[case] == second[case] == "", case

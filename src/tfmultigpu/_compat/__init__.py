@@ -43,6 +43,7 @@ from tfmultigpu._compat.tensorflow_graphs import (
     is_stateful,
     types_of_inputs,
     waiting_for,
+    without_rewriting,
 )
 from tfmultigpu._compat.tensorflow_strategies import (
     additions_over_workers,
@@ -116,4 +117,5 @@ __all__ = [
     "waiting_for",
     "waits_for_shapes",
     "without_building",
+    "without_rewriting",
 ]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfmultigpu.types import Function, Graph, Operation, Options, Tensor
+from tfmultigpu.types import Function, Graph, Operation, Options, Tensor, Untyped
 
 
 def is_stateful(operation: str) -> bool:
@@ -82,3 +82,26 @@ def called_as_whole() -> Options:
     TensorFlow puts the operations of a function in place of each call, and optimizes each of them.
     """
     return {"experimental_attributes": {"_noinline": True}}
+
+
+@contextmanager
+def without_rewriting() -> Iterator[None]:
+    """Has functions that this thread calls run as they were traced.
+
+    Private: ``function_call_options`` of ``tensorflow.python.eager.context``, for one thread. The
+    public ``tf.config.optimizer.set_experimental_options`` is for the process, and whoever puts it
+    back has TensorFlow prepare each function once more. Without it the context changes nothing.
+    """
+    try:
+        context: Untyped = pkgutil.resolve_name("tensorflow.python.eager.context:context")()
+        before = context.function_call_options
+        config: Untyped = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    except (ImportError, AttributeError):
+        yield
+        return
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    context.function_call_options = type(before)(before.executor_type, config)
+    try:
+        yield
+    finally:
+        context.function_call_options = before

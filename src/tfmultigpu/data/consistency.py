@@ -54,16 +54,21 @@ def compared_over_workers(batches: Batches, strategy: tf.distribute.Strategy) ->
                 _SECONDS,
             )
         elif first not in (None, own):
-            lengths = f"{first.split()[0]} on worker 0 and {length} on worker {cluster.index}"
+            here, there = (text.split()[0] for text in (own, first))
+            lengths = f"{there} on worker 0 and {here} on worker {cluster.index}"
+            received = f"batches in a pass: {lengths} (-2: unknown)"
+            if here == there:
+                received = f"other values or shapes on worker 0 than on worker {cluster.index}"
             raise DataError(
                 f"The workers read different data: the first {number} batches of pass {current} "
-                "differ, or the lengths of a pass. Each worker takes its examples of the same "
+                "differ, or the lengths of a pass. Each worker takes its rows of the same "
                 "batches, so examples would be used twice or never.",
-                f"batches in a pass: {lengths} (-2: unknown)",
-                "Give shuffle a seed: dataset.shuffle(size, seed=1); or call "
-                "keras.utils.set_random_seed(1) on every worker before the dataset is made; for a "
-                "torch DataLoader call torch.manual_seed(1). Sort lists of files, and give every "
-                "worker the same.",
+                received,
+                "Leave out what splits the data by worker, such as dataset.shard(2, index) or "
+                "skip: each worker reads all of it, and computes its rows. Give shuffle a seed: "
+                "dataset.shuffle(size, seed=1); or call keras.utils.set_random_seed(1) on every "
+                "worker before the dataset is made; for a torch DataLoader call "
+                "torch.manual_seed(1). Sort lists of files, and give every worker the same.",
             )
         return True
 

@@ -119,9 +119,9 @@ _GENERATOR = (
 )
 _OF_GENERATOR = "RngReadAndSkip"  # The operation by which it counts on.
 _LAYER = (
-    "It computes with several rows at once, and a replica has only some. Let it look at one row at "
-    "a time (axis=-1), apply it to global batches in dataset.map, or compute in it with the rows "
-    "of all replicas: every = tmg.gather_rows(tensor), also for what it assigns."
+    "Several rows meet in it, and a replica has only some. Let it look at one row at a time "
+    "(axis=-1), apply it to global batches in dataset.map, or compute it with the rows of all "
+    "replicas, every = tmg.gather_rows(tensor), and so what it assigns."
 )
 _ONE_PART = "A micro-batch has only some rows, too, so write micro_batches=1 first. "
 _IN_PARTS = (
@@ -131,12 +131,20 @@ _IN_PARTS = (
 )
 
 
+class _Point(NamedTuple):
+    """A place in a forward pass: what a layer returns, or is given."""
+
+    layer: KerasLayer
+    is_input: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Culprit:
     """The part of a step that depends on the cut, as a forward pass over a few rows shows it.
 
     Attributes:
         layer: The first layer or operation of Keras that does; None if all agree.
+        is_input: Whether what it is given does already, which no layer computes.
         is_of_rows: Whether one device gives another output for some rows than for all, too.
         adds: The first layer that does in what it adds to the loss; None if all agree.
         draw: A draw that is not of the rows of its replica, in words; "" for none.
@@ -144,10 +152,16 @@ class Culprit:
     """
 
     layer: KerasLayer = None
+    is_input: bool = False
     is_of_rows: bool = True
     adds: KerasLayer = None
     draw: str = ""
     advice: str = ""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is a layer that draws random numbers, such as dropout."""
+        return not self.is_input and getattr(self.layer, "seed_generator", None) is not None
 
 
 def explain(found: Sequence[Quantity], culprit: Culprit, device: OneDevice) -> tuple[str, str]:
@@ -165,9 +179,13 @@ def explain(found: Sequence[Quantity], culprit: Culprit, device: OneDevice) -> t
     if culprit.draw:
         return culprit.draw, culprit.advice
     if "own" in first:
-        return first["own"].name, _OWN
+        alone = device.strategy.num_replicas_in_sync == 1
+        return first["own"].name, _EACH_PART if alone else _OWN
     if culprit.layer is not None:
-        return _shown(culprit.layer), one_part + _advice_on(culprit)
+        name = _shown(culprit.layer)
+        if culprit.is_input:
+            name = f"the input of {name}"
+        return name, one_part + _advice_on(culprit)
     if culprit.adds is not None:
         return f"what {_shown(culprit.adds)} adds to the loss", one_part + _ADDED
     # On one device it would be another number, which no layer can change.
@@ -195,9 +213,9 @@ def _advice_on(culprit: Culprit) -> str:
     """Returns the line to write in place of a layer."""
     import keras
 
-    if getattr(culprit.layer, "seed_generator", None) is not None:
+    if culprit.draws:
         return _DRAWS
-    if isinstance(culprit.layer, keras.layers.BatchNormalization):
+    if isinstance(culprit.layer, keras.layers.BatchNormalization) and not culprit.is_input:
         return _NORM
     return _LAYER if culprit.is_of_rows else _OTHER_CODE
 
@@ -241,14 +259,14 @@ class _Passes:
     """The forward passes of all replicas of this process, or of one device.
 
     Attributes:
-        layers: The layers that were called, for each of the outputs.
+        points: What layers were given or returned, for each of the outputs.
         adders: The layers that add to the loss, for each call of ``add_loss``.
         draws: For each draw the line of the user that makes it.
         run: Computes the pieces for some shards and their offsets.
         pieces: One for each replica.
     """
 
-    layers: list[KerasLayer]
+    points: list[_Point]
     adders: list[KerasLayer]
     draws: list[str]
     run: Callable[[list[Shard], Tensor], list[_Piece]]
@@ -275,19 +293,33 @@ def locate(
         return _forward(step, device.twin, *batch), _forward(step, step, few, places)
 
     one, cut = exchange.together("a forward pass over a few rows", forward)
-    if (cut.layers, cut.adders) != (one.layers, one.adders):
+    if (cut.points, cut.adders) != (one.points, one.adders):
         return Culprit()
     adds = None
     for adder, apart in zip(one.adders, _apart(exchange, one, cut, "added"), strict=True):
         if adds is None and apart > bound:
             adds = adder
     # Workers have other rows, and what they exchange next depends on what all of them see.
-    found, number = _first_apart(one, cut, bound)
+    found, order = _first_apart(one, cut, bound)
     first = int(exchange("the first layer apart", [found]).min())
-    layer = (*one.layers, None)[first]
-    is_draw = getattr(layer, "seed_generator", None) is not None
-    if is_draw or cut.draws != one.draws:
-        return Culprit(layer)
+
+    def meet() -> bool:
+        """Returns whether one device shows, for these rows alone, that others are missing."""
+        if found != first:
+            return True
+        piece = cut.pieces[order]
+        bounds = tf.cast(tf.stack([piece.first, piece.first + piece.rows]), tf.int64)
+        alone = dataclasses.replace(one, pieces=one.run([few[order]], bounds))
+        return _first_apart(one, alone, bound)[0] <= first
+
+    culprit = Culprit(adds=adds)
+    if first < len(one.points):
+        culprit = Culprit(*one.points[first])
+    if culprit.layer is not None:
+        is_of_rows = exchange.together("a forward pass over the rows of a replica", meet)
+        culprit = dataclasses.replace(culprit, is_of_rows=is_of_rows)
+    if culprit.draws or cut.draws != one.draws:
+        return culprit
 
     for place, (times, added) in zip(one.draws, _lengths(exchange, one, cut), strict=True):
         if times > 0 and added:
@@ -307,30 +339,21 @@ def locate(
             break
     if any(_OF_GENERATOR in state.operation for state in step.runner.touched.states):
         return Culprit(draw="a draw of tf.random.Generator", advice=_GENERATOR)
-    if layer is None:
-        return Culprit(adds=adds)
-    # The trace of one device computes these rows alone: does it show that others are missing?
-    is_of_rows = True
-    if found == first:
-        piece = cut.pieces[number]
-        bounds = tf.cast(tf.stack([piece.first, piece.first + piece.rows]), tf.int64)
-        alone = dataclasses.replace(one, pieces=one.run([few[number]], bounds))
-        is_of_rows = _first_apart(one, alone, bound)[0] <= first
-    return Culprit(layer, is_of_rows=is_of_rows)
+    return culprit
 
 
 def _first_apart(one: _Passes, cut: _Passes, bound: float) -> tuple[int, int]:
-    """Returns the number of the first layer of which a piece has other values, and of the piece.
+    """Returns the number of the first point at which a piece has other values, and of the piece.
 
-    If all agree, that is the number of layers.
+    If all agree, that is the number of points.
     """
     (whole,) = one.pieces
-    for number in range(len(one.layers)):
+    for number in range(len(one.points)):
         for order, piece in enumerate(cut.pieces):
             place = int(piece.first), int(piece.first + piece.rows), int(whole.rows)
             if not _agrees(whole.outputs[number], piece.outputs[number], place, bound):
                 return number, order
-    return len(one.layers), 0
+    return len(one.points), 0
 
 
 def _lengths(exchange: WorkerExchange, one: _Passes, cut: _Passes) -> list[tuple[int, int]]:
@@ -392,22 +415,28 @@ def _forward(
     """
     import keras
 
-    layers: list[KerasLayer] = []  # For each output of the last trace,
+    points: list[_Point] = []  # For each output of the last trace,
     adders: list[KerasLayer] = []  # and for each loss that a layer adds.
     draws: list[str] = []
 
     def replica(shard: Shard, rows: Rows, *_: object, trace: Trace) -> Nested:
-        graph, kept = tf.compat.v1.get_default_graph(), []
+        graph = tf.compat.v1.get_default_graph()
+        kept: list[Tensor] = []
         added: list[Tensor] = []
-        layers.clear()
+        points.clear()
         adders.clear()
 
-        def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
-            result = original(layer, *args, **kwargs)
-            for tensor in dense(result):
-                if tensor.graph is graph:
-                    layers.append(layer)
+        def keep(point: _Point, tensors: Nested) -> None:
+            for tensor in dense(tensors):
+                known = point.is_input and id(tensor) in map(id, kept)
+                if tensor.graph is graph and not known:
+                    points.append(point)
                     kept.append(tensor)
+
+        def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
+            keep(_Point(layer, is_input=True), (args, kwargs))
+            result = original(layer, *args, **kwargs)
+            keep(_Point(layer, is_input=False), result)
             return result
 
         def add(original: Function, layer: KerasLayer, losses: Nested) -> Nested:
@@ -448,7 +477,7 @@ def _forward(
         numbers: list[_Piece] = tf.nest.map_structure(lambda tensor: tensor.numpy(), pieces)
         return numbers
 
-    return _Passes(layers, adders, draws, run, run(local, offsets))
+    return _Passes(points, adders, draws, run, run(local, offsets))
 
 
 def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: float) -> bool:

@@ -194,10 +194,13 @@ class OneDevice:
                 assigned.discard(id(copy.handle))
         return [each for each in touched.variables if id(each.handle) in assigned]
 
-    def moved(self, batch: Shard, program: Program, rounding: float) -> list[Numbers]:
+    def moved(
+        self, batch: Shard, program: Program, rounding: float, *, scales: bool = True
+    ) -> list[Numbers]:
         """Returns the arrays twice as they are, then rounded otherwise.
 
-        That is from weights moved by one rounding, and with the loss at another scale.
+        That is from weights moved by one rounding, and with the loss at other ``scales``, for
+        which the step is traced once more.
         """
         states: set[int] = set()
         for state in self.states:
@@ -212,7 +215,7 @@ class OneDevice:
 
         moves = None, None, functools.partial(move, 1), functools.partial(move, 2)
         arrays = [self.run(batch, program, each) for each in moves]
-        if isinstance(self.step, TrainStep):
+        if scales and isinstance(self.step, TrainStep):
             arrays += self._scaled(batch, program, arrays[0])
         return arrays
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import Culprit, explain, explain_norms, locate
@@ -46,6 +47,10 @@ _SMALL = (
     "rows]). Or leave such batches out: dataset.batch(size, drop_remainder=True)."
 )
 _PIECE = 2**20  # Elements of a variable that are measured at one time.
+_REWRITTEN = (
+    "both agree as they were traced, but TensorFlow rewrites one of them so that numbers round "
+    "otherwise, for example (x + 1e5) - 1e5 to x. To round, write tf.round(128.0 * x) / 128.0"
+)
 # Lines of an error that do not say what is wrong.
 _OF_TRACEBACK = re.compile(r"File \"|Graph execution error|Detected at node|<?[Ss]tack trace")
 
@@ -314,24 +319,25 @@ class Verify(Feature):
 
     def _apart(self, one: _One) -> _Apart:
         """Runs the step, and compares what it computes with what one device did."""
-        device = one.device
-        bounds = Rounding(all_layers(device.step.model))
-        with putting_back(device.step, one.program.run) as before:
-            device.begin(before)
-            logs = one.program.run(*one.arguments)[0]
-            found = [q for q in compared(device, one.numbers, logs, bounds) if q.apart]
-        steady, beyond = [], []
-        if found:
-            still, again, *moved = device.moved(one.whole, one.program, bounds.compute)
-            steady = [each for each in found if each.is_steady(still, again)]
-            beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
-        return found, steady, beyond
+        return self._found(one, one.numbers)
+
+    def _without_rewriting(self, one: _One) -> list[Quantity]:
+        """Returns what differs beyond rounding if TensorFlow runs what was traced as it is."""
+        with _compat.without_rewriting():
+            again = one.device.run(one.whole, one.program)
+            return self._found(one, again, scales=False)[2]
 
     def _agreed(self, one: _One, numbers: _Apart) -> _Comparison:
         """Returns what all workers make of what differs on each; all workers call it."""
         found, _, beyond = numbers
         told = self._exchange("what a verification found", [len(each) for each in numbers])
         told = told.max(axis=0)
+        if told[2]:
+            # TensorFlow may rewrite the same code in two ways, which round differently.
+            again = functools.partial(self._without_rewriting, one)
+            remain, reason = _attempt(lambda: self._exchange.together("a second look", again))
+            if not reason and not self._exchange("what remains of it", [len(remain)]).any():
+                return _Comparison(Verification("not verified", _REWRITTEN), one)
         outcome = Verification("different", "", tuple(map(str, beyond)))
         if not told[2]:
             outcome = Verification("same")
@@ -347,6 +353,22 @@ class Verify(Feature):
             outcome = Verification("not verified", reason)
         return _Comparison(outcome, one, beyond)
 
+    def _found(self, one: _One, numbers: Numbers, *, scales: bool = True) -> _Apart:
+        """Runs the step, and returns what differs from the numbers of one device."""
+        device = one.device
+        bounds = Rounding(all_layers(device.step.model))
+        with putting_back(device.step, one.program.run) as before:
+            device.begin(before)
+            logs = one.program.run(*one.arguments)[0]
+            found = [q for q in compared(device, numbers, logs, bounds) if q.apart]
+        if not found:
+            return [], [], []
+        rounding = bounds.compute
+        still, again, *moved = device.moved(one.whole, one.program, rounding, scales=scales)
+        steady = [each for each in found if each.is_steady(still, again)]
+        beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
+        return found, steady, beyond
+
     def _located(self, comparison: _Comparison) -> Verification:
         """Returns the outcome, of a difference with what it comes from; all workers call it."""
         outcome, one = comparison.verification, comparison.one
@@ -355,7 +377,10 @@ class Verify(Feature):
         step = one.device.step
         join = functools.partial(join_rows, self._strategy)
         bound = math.sqrt(Rounding(all_layers(step.model)).compute)
-        found, _ = _attempt(lambda: locate(step, one.device, join, one.local, one.places, bound))
+        with _compat.without_rewriting():
+            found, _ = _attempt(
+                lambda: locate(step, one.device, join, one.local, one.places, bound)
+            )
         culprit, advice = explain(comparison.beyond, found or Culprit(), one.device)
         return dataclasses.replace(outcome, culprit=culprit, advice=advice)
 
