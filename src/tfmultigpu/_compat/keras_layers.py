@@ -74,7 +74,7 @@ def forget_empty_variables() -> None:
 
 
 def own_variables(layer: KerasLayer) -> list[KerasVariable]:
-    """Returns the variables of a layer itself, its seeds among them, without those of layers in it.
+    """Returns the variables of a layer itself, its seeds too, without the variables of its layers.
 
     Private: the lists of a layer. ``layer.variables`` visits all layers inside each time, and a
     step asks at each call; without the lists it would.

@@ -27,7 +27,7 @@ class Cut:
 
     Cuts are equal if they read elements alike: one trace of a ``tf.function`` serves all datasets
     of a type, whatever the shares. If the number of rows is known, a trace holds the offsets, and
-    serves those of equal shares.
+    serves datasets of equal shares.
 
     Attributes:
         strategy: The strategy the shards are for.

@@ -333,8 +333,7 @@ class Runner:
     def _program_of(self, loop: Loop, split: Split) -> Program:
         """Returns what computes many batches of an iterator; compiles it, if nothing has."""
         if loop.program is None:
-            loop.program = self._compiled(loop.kind, split)
-            loop.layouts = loop.program.trace.layouts
+            return loop.note_program(self._compiled(loop.kind, split))
         return loop.program
 
     def _sends_other_shapes(self, function: Any) -> bool:

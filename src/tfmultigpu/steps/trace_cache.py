@@ -55,6 +55,11 @@ class Loop:
     layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
+    def note_program(self, program: Program) -> Program:
+        """Notes the compiled loop, and returns it."""
+        self.program, self.layouts = program, program.trace.layouts
+        return program
+
     def note_call(self, seconds: float, tallies: Tallies, *, watched: bool) -> None:
         """Notes how long a step took; what is watched takes longer than later steps will."""
         self.seconds = math.inf if watched else seconds

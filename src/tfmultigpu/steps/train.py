@@ -128,7 +128,7 @@ class TrainStep(ModelStep, Looped):
     # What a trace takes in ----------------------------------------------------------------------
 
     def key(self) -> Key | None:
-        """Returns what a trace takes in of the model, if it has that of the optimizer."""
+        """Returns what a trace takes in of the model; None if the optimizer has other settings."""
         if self._batch_spec is None or self._settings.changed(self.optimizer):
             return None
         return super().key()

@@ -56,6 +56,10 @@ class _Traced:
     touched: Touched
     variables: tuple[KerasVariable, ...] = ()
 
+    def note_variables(self, variables: tuple[KerasVariable, ...]) -> None:
+        """Notes the variables that the gradient is for."""
+        self.variables = variables
+
 
 class OneDevice:
     """The step on one device, of which only numbers are wanted.
@@ -244,7 +248,7 @@ class OneDevice:
             return looked, ()
         tally, (first, *_), *gradients = looked
         for gradient in gradients:
-            traced.variables = gradient.variables
+            traced.note_variables(gradient.variables)
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
     def _update(self, gradient: Gradient, state: Sequence[Tensor]) -> None:
