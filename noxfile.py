@@ -89,9 +89,10 @@ def other_versions(session: nox.Session, which: str) -> None:
         lowest = [re.sub(r">=([\d.]+)", r"==\1.*", requirement) for requirement in ours]
         session.install("-e", ".", *lowest, *groups("test"))
     else:
+        # Both from the index, release candidates too. The package keras-nightly is the module
+        # keras, so nothing may require the package keras beside it.
         others = [r for r in dependencies if r not in ours]
-        session.install("tf-nightly", *others, *groups("test"))
-        session.install("git+https://github.com/keras-team/keras.git")
+        session.install("--pre", ours[0], "keras-nightly", *others, *groups("test"))
         session.install("--no-deps", "-e", ".")
     session.run(*PYTEST, *session.posargs)
 

@@ -228,10 +228,11 @@ OPTIMIZERS = [
     ),
     Update(
         "slots-in-the-step",
-        "Custom loop of the tutorials with Adam: its slots are made in `strategy.run`",
+        "Custom loop of the tutorials with Adam: its slots are made in `strategy.run`, which "
+        "works from Keras 3.16 on",
         loop(divided_by(64), build_optimizer=False),
         EVEN.replace(optimizer=optimizers.Adam),
-        links=("k#19246",),
+        links=("k#19246", "k#23087"),
         plain_says="placeholder",
     ),
     Update(

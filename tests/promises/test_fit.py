@@ -64,19 +64,21 @@ for _part in ("epoch", "train_batch", "test_batch"):
 def by_rows(calls: Any, train: Sequence[int], test: Sequence[int]) -> list[Any]:
     """Returns what Keras recorded, with the losses of single outputs as means over rows.
 
-    Keras before 3.16 averages these over batches, whatever their sizes (but ``loss`` by rows).
+    Keras averages these over batches, whatever their sizes (but ``loss`` by rows). From 3.16 on it
+    counts rows where its trace knows their number, as in the first one, and else 1.
     """
-    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16):
-        return list(calls)
+    knows_rows = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
     result, seen = [], {}
     for name, number, logs in calls:
         logs = dict(logs)
         if name.endswith("batch_end"):
             sizes = test if "test" in name else train
             n = number[0]
+            counts = [size if knows_rows and size == sizes[0] else 1 for size in sizes[: n + 1]]
             for key in [key for key in logs if key.endswith("_loss")]:
                 before, total = seen.get((name, key), (0.0, 0.0)) if n else (0.0, 0.0)
-                total += (logs[key] * (n + 1) - before * n) * sizes[n]
+                sum_of_batch = logs[key] * sum(counts) - before * sum(counts[:-1])
+                total += sum_of_batch / counts[-1] * sizes[n]
                 seen[name, key] = logs[key], total
                 logs[key] = total / sum(sizes[: n + 1])
         elif name == "on_epoch_end":
