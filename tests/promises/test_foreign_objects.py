@@ -513,3 +513,45 @@ def test_models_with_methods_of_their_own() -> None:
     predictor = in_scope(lambda: Predictor(model))  # The line.
     expected = 2.0 * X.sum(1, keepdims=True)
     np.testing.assert_allclose(tmg.predict(predictor, X, verbose=0), expected, rtol=1e-5)
+
+
+class Detector(keras.Model):
+    """Computes its whole loss by itself, with loss objects of Keras and its own penalties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1, kernel_regularizer="l2", activity_regularizer="l1")
+        self.mse = keras.losses.MeanSquaredError()
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any) -> Any:
+        return 2.0 * (super().compute_loss(x, y, y_pred) + self.mse(y, y_pred))
+
+    def compute(self, batch: Any, training: bool) -> Any:
+        x, y = batch
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        loss = self.compute_loss(x, y, self(x, training=training))
+        return tmg.LossSum(loss * rows, rows)
+
+
+# Fails if a step divides the mean of a Keras loss object by the replicas, as Keras does for loops
+# that add gradients, or adds penalties to a compute_loss that has them.
+def test_a_compute_loss_with_loss_objects_trains_as_in_keras() -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        model = Detector()
+        model(X)
+        model.compile(keras.optimizers.SGD(0.1), "mae")
+        return model
+
+    plain = build()
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    expected = plain.fit(X, Y, **options).history
+    with strategy_of(2).scope():
+        ours = build()
+    history = tmg.fit(ours, X, Y, forward=Detector.compute, **options).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-6)
+    for weight, truth in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, truth, rtol=1e-6)
