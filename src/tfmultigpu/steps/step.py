@@ -90,7 +90,7 @@ class ModelStep(Step):
         return {"the trained variables": trained, "the synchronized layers": synchronized}
 
     def take_in(self, *, changed: bool = False) -> bool:
-        """Takes in the model as it is, before a trace; all traces are stale if it has changed.
+        """Notes the model as it is, before a trace; all traces are stale if it has changed.
 
         Args:
             changed: Whether something else has changed that traces hold.
