@@ -79,6 +79,8 @@ def running(folder: Path) -> Iterator[None]:
         wait_until(lambda: "idle" in ask("sinfo", "-h", "-o", "%t"), 60.0)
         yield
     finally:
+        ask("scancel", "--partition=all")  # Jobs outlive the daemons.
+        wait_until(lambda: not ask("squeue", "-h"), 120.0)
         for process in reversed(started):
             process.terminate()
             process.wait()

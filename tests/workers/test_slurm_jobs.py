@@ -65,12 +65,12 @@ def test_what_is_preempted_starts_again_and_what_is_broken_does_not(
         Job(tmp_path / name, name if name == "broken" else "whole")
         for name in ("whole", "broken", "asked", "requeued")
     )
-    wait_until(lambda: asked.is_at("step 2"), 300.0)
+    wait_until(lambda: asked.is_at("step 2"), 600.0)
     ask("scancel", "--signal=TERM", asked.number)
-    wait_until(lambda: requeued.is_at("step 2"), 300.0)
+    wait_until(lambda: requeued.is_at("step 2"), 600.0)
     ask("scontrol", "requeue", requeued.number)
     for job in (whole, broken, asked, requeued):
-        wait_until(job.has_ended, 300.0)
+        wait_until(job.has_ended, 600.0)
 
     assert (broken.shows("JobState"), broken.shows("Restarts")) == ("FAILED", "0")
     assert broken.shows("ExitCode") == "1:0"
