@@ -16,6 +16,7 @@ def test_adding_to_a_window_waits_for_no_other_replica() -> None:
     with strategy.scope():
         variable = keras.Variable([1.0, 2.0])
         window = tmg.GradientAccumulator([variable])
+        optimizer = keras.optimizers.SGD(1.0)
 
     @tf.function
     def add_on_one_replica() -> None:
@@ -33,3 +34,7 @@ def test_adding_to_a_window_waits_for_no_other_replica() -> None:
     gradients, weight = window.reduce()
     assert float(weight) == 2.0
     np.testing.assert_array_equal(gradients[0].numpy(), [1.5, 2.5])
+    # The window was not empty, though the first replica added nothing.
+    add_on_one_replica()
+    window.apply(optimizer)
+    np.testing.assert_array_equal(variable.numpy(), [-0.5, -0.5])

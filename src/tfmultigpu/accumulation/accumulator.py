@@ -20,7 +20,7 @@ from tfmultigpu.accumulation.gradients import (
 )
 from tfmultigpu.accumulation.loss_scale import LossScale
 from tfmultigpu.accumulation.losses import LossSum, is_fixed, use_of
-from tfmultigpu.accumulation.stages import REDUCED_BY_SCALED, Reduced, Stage, check_not_empty
+from tfmultigpu.accumulation.stages import REDUCED_BY_SCALED, Reduced, Stage
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.accumulation.update import apply_reduced_gradients
 from tfmultigpu.arguments import brief, check_positive
@@ -83,8 +83,8 @@ class GradientAccumulator:
         refuse_float8(self.variables)
         self._sums = [_sum_of(variable) for variable in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
-        # The sum of the weights, and how many were added of which each is 1 in total.
-        self._weights = _local_sum([2], tf.float64 if wide else tf.float32)
+        # The sum of the weights, how many were added of which each is 1 in total, and of all.
+        self._weights = _local_sum([3], tf.float64 if wide else tf.float32)
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
         self._reached: set[int] = set()  # The numbers of variables with a gradient.
@@ -166,7 +166,7 @@ class GradientAccumulator:
 
         divisor = weight.weight if isinstance(weight, LossSum) else weight
         divisor = tf.cast(divisor, self._weights.dtype)
-        self._weights.assign_add([0.0, 1.0] if fixed else [divisor, 0.0])
+        self._weights.assign_add([0.0, 1.0, 1.0] if fixed else [divisor, 0.0, 1.0])
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -204,8 +204,7 @@ class GradientAccumulator:
             check_reduced("apply")
         if clip_norm is not None:
             check_positive("clip_norm", clip_norm, "To clip nothing, leave clip_norm out.")
-        with tf.control_dependencies(check_not_empty(self.count)):
-            gradients: list[Gradient] = self.reduce()[0]
+        gradients: list[Gradient] = self.reduce()[0]
         where = None
         if scale is not None:
             gradients, where = scale.unscale(gradients)
@@ -242,7 +241,6 @@ class GradientAccumulator:
         if self._reached:
             left = set(range(len(self.variables))) - self._reached
             warn_of_variables(self.variables, pick(self.variables, sorted(left)))
-        count = self.count
         local = self._strategy.experimental_local_results
         # One list of sums for each replica, and at its end the weights.
         parts: list[list[Gradient]] = [[] for _ in local(self._weights)]
@@ -254,7 +252,7 @@ class GradientAccumulator:
             for state in [*self._sums, _Dense(self._weights), _Dense(self._count)]:
                 state.reset(self._strategy)
         *sums, weights = totals[0]
-        weight, fixed = tf.unstack(weights, num=2)
+        weight, fixed, count = tf.unstack(weights, num=3)
         weight = tf.where(fixed > 0, tf.ones_like(weight), weight)
         gradients = []
         for total, variable in zip(sums, self.variables, strict=True):

@@ -42,7 +42,7 @@ class Stage:
         scaled: Whether a loss scale multiplied the losses of its window; None if not known.
         unscaled: Whether it was divided by the loss scale.
         clipped: Whether it was clipped.
-        count: How many micro-batches its window held, an int or a tensor; None if not known.
+        count: How many additions of all replicas its window held, a scalar; None if not known.
     """
 
     scaled: bool | None = None
