@@ -526,7 +526,9 @@ class Detector(keras.Model):
     def call(self, x: Any) -> Any:
         return self.dense(x)
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **_: Any
+    ) -> Any:
         return 2.0 * (super().compute_loss(x, y, y_pred) + self.mse(y, y_pred))
 
     def compute(self, batch: Any, training: bool) -> Any:
