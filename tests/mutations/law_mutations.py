@@ -317,9 +317,9 @@ LAW = (
     ),
     broken(
         "adding to a window communicates",
-        "        number = tf.cast(number, self._weights.dtype)",
-        "        self._context().all_reduce('SUM', tf.cast(number, tf.float32))\n"
-        "        number = tf.cast(number, self._weights.dtype)",
+        "        divisor = tf.cast(divisor, self._weights.dtype)",
+        "        self._context().all_reduce('SUM', tf.cast(divisor, tf.float32))\n"
+        "        divisor = tf.cast(divisor, self._weights.dtype)",
         "test_windows.py::test_adding_to_a_window_waits_for_no_other_replica",
     ),
     # Verification ---------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def without_rewriting() -> Iterator[None]:
     """Has functions that this thread calls run as they were traced.
 
     Private: ``function_call_options`` of ``tensorflow.python.eager.context``, for one thread. The
-    public ``tf.config.optimizer.set_experimental_options`` is for the process, and whoever puts it
-    back has TensorFlow prepare each function once more. Without it the context changes nothing.
+    public ``tf.config.optimizer.set_experimental_options`` is for the process, and to put it back
+    makes TensorFlow prepare each function once more. Without it the context changes nothing.
     """
     try:
         context: Untyped = pkgutil.resolve_name("tensorflow.python.eager.context:context")()
@@ -99,9 +99,14 @@ def without_rewriting() -> Iterator[None]:
     except (ImportError, AttributeError):
         yield
         return
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    context.function_call_options = type(before)(before.executor_type, config)
+    options = tf.compat.v1.GraphOptions(rewrite_options={"disable_meta_optimizer": True})
+    config.graph_options.MergeFrom(options)
+
+    def use(options: Untyped) -> None:
+        context.function_call_options = options
+
+    use(type(before)(before.executor_type, config))
     try:
         yield
     finally:
-        context.function_call_options = before
+        use(before)

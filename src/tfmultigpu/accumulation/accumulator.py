@@ -203,7 +203,9 @@ class GradientAccumulator:
         if self._context() is not None:
             check_reduced("apply")
         if clip_norm is not None:
-            check_positive("clip_norm", clip_norm, "To clip nothing, leave clip_norm out.")
+            clip_norm = check_positive(
+                "clip_norm", clip_norm, "To clip nothing, leave clip_norm out."
+            )
         gradients: list[Gradient] = self.reduce()[0]
         where = None
         if scale is not None:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.next_batch import NextBatch
+from tfmultigpu.data.sources import untuned
 from tfmultigpu.errors import DataError
 from tfmultigpu.types import Batches, Data, Shard, Untyped
 
@@ -61,10 +62,8 @@ class ShardIterator(Iterator[Shard]):
             return
         # TensorFlow ends the threads of an iterator that is made anew, here over no element.
         handle, *_ = tf.nest.flatten(self.source, expand_composites=True)
-        plain = tf.data.Options()  # To optimise what is never read takes as long as to begin it.
-        plain.autotune.enabled = plain.experimental_optimization.apply_default_optimizations = False
         with tf.device("CPU:0"):
-            nothing = tf.data.experimental.to_variant(elements.take(0).with_options(plain))
+            nothing = tf.data.experimental.to_variant(untuned(elements.take(0), optimized=False))
             if isinstance(self.source, tf.distribute.DistributedIterator):
                 tf.raw_ops.MultiDeviceIteratorInit(
                     dataset=nothing, multi_device_iterator=handle, max_buffer_size=1

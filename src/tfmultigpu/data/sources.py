@@ -69,10 +69,16 @@ def batches_of(reader: Reader) -> Batches:
     return untuned(tf.data.Dataset.from_generator(reader, output_signature=reader.spec))
 
 
-def untuned(dataset: Batches) -> Batches:
-    """Turns tuning off: dropping an iterator waits for the tuner's thread, up to a minute."""
+def untuned(dataset: Batches, *, optimized: bool = True) -> Batches:
+    """Turns tuning off: dropping an iterator waits for the tuner's thread, up to a minute.
+
+    Args:
+        dataset: The dataset.
+        optimized: False for data that is never read: to optimise it takes as long as to begin it.
+    """
     options = tf.data.Options()
     options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = optimized
     return dataset.with_options(options)
 
 
