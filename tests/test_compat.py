@@ -52,6 +52,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_flat_weighted_metrics",
         "_flatten_layers",
         "_get_function",
+        "_gradient_op_type",
         "_graph_mode_decorator",
         "_group_key",
         "_group_size",
@@ -694,3 +695,27 @@ def test_a_gradient_of_the_user_is_known_by_its_operation():
     assert are_known(clipped)
     assert are_known(tf.function(clipped))
     assert not are_known(lambda x: tf.nn.relu(x) * 2.0)
+
+
+def test_keras_divides_a_loss_by_the_replicas_under_these_names():
+    module, names = _compat.division_of_losses()
+    loss = keras.losses.MeanSquaredError()
+    for name in names:
+        assert callable(getattr(module, name))
+
+    def value():
+        return loss(tf.ones([4, 1]), tf.zeros([4, 1]))
+
+    strategy = tmg.create_strategy(devices=2)
+    with strategy.scope():
+        assert float(value()) == 0.5
+        with patching(module, names[0], lambda original, value: value):
+            assert float(value()) == 1.0
+
+
+def test_keras_tries_again_what_it_could_not_create_unless_it_forgets():
+    empty = keras.Variable(keras.initializers.Ones(), shape=(2,))
+    state = pkgutil.resolve_name("keras.src.backend.common.global_state")
+    state.set_global_attribute("uninitialized_variables", [empty])
+    _compat.forget_empty_variables()
+    assert state.get_global_attribute("uninitialized_variables") == []
