@@ -67,7 +67,13 @@ def check_positive(name: str, value: Untyped, write: str) -> float:
     return number
 
 
-def check_callable(name: str, function: Untyped, *arguments: str, write: str) -> None:
+def check_callable(
+    name: str,
+    function: Untyped,
+    *arguments: str,
+    write: str,
+    error: type[Exception] = TypeError,
+) -> None:
     """Checks that a function of the user can be called with arguments, before it is called.
 
     Args:
@@ -75,6 +81,7 @@ def check_callable(name: str, function: Untyped, *arguments: str, write: str) ->
         function: The function; what has no signature, such as code in C, is taken as it is.
         *arguments: The names of what it will be called with, by position.
         write: What to write instead.
+        error: The class of the error.
     """
     shown = brief(function)
     if callable(function):
@@ -88,7 +95,7 @@ def check_callable(name: str, function: Untyped, *arguments: str, write: str) ->
             shown = f"{name_of(function)}{signature}"
         else:
             return
-    raise TypeError(
+    raise error(
         f"{name} is a function that is called as {name}({', '.join(arguments)}). Received: "
         f"{name}={shown}. Write {write}"
     )

@@ -225,7 +225,7 @@ def stack(terms: Sequence[LossTerm], row_weight: Scalar) -> tf.Tensor:
     stats = tf.stack(cast_all(parts, dtype))
     if row_weight is None:
         return stats
-    return stats * tf.cast(row_weight, dtype)
+    return tf.math.multiply_no_nan(stats, tf.cast(row_weight, dtype))  # Losses may be infinite.
 
 
 def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Tensor]) -> None:

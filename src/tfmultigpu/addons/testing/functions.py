@@ -52,7 +52,7 @@ def hold(
         strategies: Those to compare with one device.
         allowed: The largest difference by the name of an array.
     """
-    check_callable("train", train, "strategy", write=_TRAIN)
+    check_callable("train", train, "strategy", write=_TRAIN, error=TfMultiGpuError)
     one_device = create_strategy(prefer="one_device", fallback=False)
     expected = run(train, one_device)
     check_finite(expected)
