@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -16,6 +16,13 @@ import tfmultigpu as tmg
 
 L, schedules = keras.layers, keras.optimizers.schedules
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+
+
+@pytest.fixture
+def one_device() -> Iterator[None]:
+    """Enters the strategy of one device: other files of this process keep theirs."""
+    with tmg.create_strategy(prefer="one_device").scope():
+        yield
 
 
 def model_of(*layers: Any) -> Any:
@@ -41,6 +48,7 @@ def halve_inner(schedule: Times) -> None:
 
 
 # Fails if predictions or an evaluation go on with the variables, or the layers, that were traced.
+@pytest.mark.usefixtures("one_device")
 def test_each_step_computes_with_the_model_as_it_is() -> None:
     dense, other = L.Dense(3), L.Dense(3)
     other.build((None, 3))
@@ -66,6 +74,7 @@ def test_each_step_computes_with_the_model_as_it_is() -> None:
 
 
 # Fails if a step goes on with a number of a schedule in a schedule, or an item of a list in it.
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("change", [halve_item, halve_inner])
 def test_a_setting_at_any_depth_acts_from_the_next_step_on(change: Callable[[Any], None]) -> None:
     kernels = []
@@ -142,6 +151,7 @@ class Watches(tmg.steps.Feature):
 
 
 # Fails if a watched chain goes on with what one of its steps was traced for by itself.
+@pytest.mark.usefixtures("one_device")
 def test_a_chain_trains_what_is_trained_now() -> None:
     first = L.Dense(3)
     model, optimizer = model_of(first, L.Dense(3)), keras.optimizers.SGD(0.1)

@@ -37,7 +37,12 @@ def counting_once(rows: Rows) -> Iterator[None]:
     if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
         yield
         return
-    original, gather, merge = context.all_reduce, context.all_gather, context.merge_call
+    original, gather = context.all_reduce, context.all_gather
+    replaced_merge: Function | None = vars(context).get("merge_call")
+
+    def merge(*args: Untyped, **kwargs: Untyped) -> Untyped:
+        # Asked at each call: who notes the operations of a replica wraps it in its class meanwhile.
+        return (replaced_merge or type(context).merge_call.__get__(context))(*args, **kwargs)
 
     def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Nested:
         flat = list(map(_as_tensor, tf.nest.flatten(value)))
