@@ -130,7 +130,7 @@ class OneDevice:
         with putting_back(self.step, concrete, program.run) as before:
             if move is not None:
                 for number, each in enumerate(before):
-                    each.assign(move(number, each.handle, each.value))
+                    each.contents.assign(move(number, each.handle, each.value))
             self.begin(before)
             logs, state, *gradients = concrete(batch)
             self.own = self._own_variables()
@@ -164,7 +164,7 @@ class OneDevice:
         alike = {id(state.handle) for state in self._states_alike()}
         for each in before:
             if id(each.handle) in alike and bool(tf.reduce_all(each.value == 0)):
-                each.assign(tf.ones_like(each.value))
+                each.contents.assign(tf.ones_like(each.value))
 
     def _states_alike(self) -> list[tf.Variable]:
         """Returns each copy of each state of numbers that has one value, the same on all replicas.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,6 +17,8 @@ from tfmultigpu.types import ConcreteFunction
 
 _WHOLE_NUMBERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # By their bytes.
 _LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
+_PIECE, _PIECES = 2**18, 64  # Elements at one time, and in how many pieces, if that is too many.
+_WRITES_ROWS = (tf.float16, tf.float32, tf.float64)  # Of which all devices can write single rows.
 
 
 class Run(Protocol):
@@ -25,29 +28,96 @@ class Run(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Before:
-    """A variable before a step.
+class Contents:
+    """The resource of a variable, read some rows at a time.
+
+    Reading or writing rows makes TensorFlow copy the variable at each read of its value from then
+    on. So that is done only where the step does it as well.
 
     Attributes:
-        handle: Its resource; each copy of a variable has one.
-        kept: Its value; the first element alone, if all are equal.
+        handle: The resource; each copy of a variable has one.
+        dtype: The dtype.
         shape: The shape of the value.
+        by_rows: Whether rows are read and written by themselves.
     """
 
     handle: Handle
-    kept: tf.Tensor
+    dtype: tf.DType
     shape: tf.TensorShape
+    by_rows: bool
 
-    @property
-    def value(self) -> tf.Tensor:
-        """The value."""
-        value: tf.Tensor = tf.broadcast_to(self.kept, self.shape)
-        return value
+    def read(self) -> tf.Tensor:
+        """Returns the value; a copy, if rows of the variable were read or written before."""
+        with tf.device(self.handle.device):
+            return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+
+    def pieces(self) -> Iterator[tf.Tensor]:
+        """Yields the elements, some rows at a time."""
+        if not self.by_rows:
+            yield from _pieces_of(self.read())
+            return
+        for begin, end in _ranges(self.shape):
+            with tf.device(self.handle.device):
+                piece = tf.raw_ops.ResourceGather(
+                    resource=self.handle, indices=tf.range(begin, end), dtype=self.dtype
+                )
+            yield piece
 
     def assign(self, value: tf.Tensor) -> None:
         """Assigns a value."""
         with tf.device(self.handle.device):
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+    def assign_rows(self, begin: int, rows: tf.Tensor) -> None:
+        """Assigns some rows, without a copy of the others."""
+        with tf.device(self.handle.device):
+            ids = tf.range(begin, begin + rows.shape[0])
+            tf.raw_ops.ResourceScatterUpdate(resource=self.handle, indices=ids, updates=rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """A variable before a step.
+
+    Attributes:
+        contents: The variable.
+        kept: Its value; the first element alone, if all are equal.
+    """
+
+    contents: Contents
+    kept: tf.Tensor
+
+    @property
+    def handle(self) -> Handle:
+        """The resource of the variable."""
+        return self.contents.handle
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The value."""
+        value: tf.Tensor = tf.broadcast_to(self.kept, self.contents.shape)
+        return value
+
+    def put_back(self) -> None:
+        """Assigns what the variable was."""
+        contents, shape = self.contents, self.contents.shape
+        if not (contents.by_rows and contents.dtype in _WRITES_ROWS):
+            contents.assign(self.value)
+            return
+        for begin, end in _ranges(shape):
+            with tf.device(self.kept.device):
+                rows = self.kept
+                if rows.shape.rank:
+                    rows = rows[begin:end]
+                rows = tf.broadcast_to(rows, [end - begin, *shape[1:]])
+            contents.assign_rows(begin, rows)
+
+
+def contents_of(step: Run, handle: Handle, dtype: tf.DType) -> Contents:
+    """Returns the resource of a variable that a step may read or write."""
+    with tf.device(handle.device):
+        shape = tf.TensorShape(tf.raw_ops.VariableShape(input=handle).numpy())
+    return Contents(handle, dtype, shape, id(handle) in step.runner.touched.by_rows)
 
 
 @contextmanager
@@ -56,45 +126,74 @@ def putting_back(step: Run, *functions: ConcreteFunction) -> Iterator[list[Befor
 
     Yields the variables as they are before.
     """
-    before = _before(functions)
+    before = _before(step, functions)
     with step.runner.touched.putting_back_tables():
         try:
             yield before
         finally:
             for each in before:
-                each.assign(each.value)
+                each.put_back()
 
 
-def _before(functions: tuple[ConcreteFunction, ...]) -> list[Before]:
+def _before(step: Run, functions: tuple[ConcreteFunction, ...]) -> list[Before]:
     """Returns each variable that functions can assign, with its value."""
     found: dict[int, Before] = {}
     firsts: dict[int, tf.Tensor] = {}
     for function in functions:
         for handle, dtype in _compat.variables_of(function):
-            if id(handle) in found:
-                continue
-            with tf.device(handle.device):
-                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-                kept = first = value
-                if value.shape.num_elements() * dtype.size >= _LARGE:
-                    # Copies of one variable are equal, if nothing went wrong, and state of an
-                    # optimizer is zero at first.
-                    variable = _compat.variable_of_handle(handle)
-                    if variable is not None:
-                        first = firsts.setdefault(id(variable), value)
-                    kept = _in_less(value, first)
-            found[id(handle)] = Before(handle, kept, value.shape)
+            if id(handle) not in found:
+                contents = contents_of(step, handle, dtype)
+                found[id(handle)] = Before(contents, _in_less(contents, firsts))
     return list(found.values())
 
 
-def _in_less(value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor from which the value can be made, ``first`` itself if that is equal."""
-    bits = _bits_of(value)
-    if bool(tf.reduce_all(bits == tf.reshape(bits, [-1])[0])):
-        return tf.reshape(value, [-1])[0]
-    if value is not first and bool(tf.reduce_all(bits == _bits_of(first))):
+def _in_less(contents: Contents, firsts: dict[int, tf.Tensor]) -> tf.Tensor:
+    """Returns a tensor from which the value can be made, of little room where it can be.
+
+    Args:
+        contents: The variable.
+        firsts: The values of the first copies of variables that are kept whole, by ``id``.
+    """
+    if contents.shape.num_elements() * contents.dtype.size < _LARGE:
+        return contents.read()
+    # State of an optimizer is zero at first.
+    first = tf.reshape(next(contents.pieces()), [-1])[0]
+    if all(_same(piece, first) for piece in contents.pieces()):
         return first
+    variable = _compat.variable_of_handle(contents.handle)
+    if variable is None:
+        return contents.read()
+    # Copies of one variable are equal, if nothing went wrong.
+    kept = firsts.get(id(variable))
+    if kept is not None and all(map(_same, contents.pieces(), _pieces_of(kept))):
+        return kept
+    value = contents.read()
+    firsts.setdefault(id(variable), value)
     return value
+
+
+def _ranges(shape: tf.TensorShape) -> Iterator[tuple[int, int]]:
+    """Yields where some rows begin and end that are handled at one time."""
+    count = max(1, _PIECE // max(1, math.prod(shape[1:])), shape[0] // _PIECES)
+    for begin in range(0, shape[0], count):
+        yield begin, min(begin + count, shape[0])
+
+
+def _pieces_of(value: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yields the elements of a tensor, some rows at a time."""
+    if not value.shape.rank:
+        yield value
+        return
+    for begin, end in _ranges(value.shape):
+        with tf.device(value.device):
+            piece = value[begin:end]
+        yield piece
+
+
+def _same(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """Returns whether all bits are equal."""
+    with tf.device(one.device):
+        return bool(tf.reduce_all(_bits_of(one) == _bits_of(other)))
 
 
 def _bits_of(value: tf.Tensor) -> tf.Tensor:

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import Culprit, explain, explain_norms, locate
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
-from tfmultigpu.addons.verification.putting_back import putting_back
+from tfmultigpu.addons.verification.putting_back import contents_of, putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
@@ -46,7 +46,6 @@ _SMALL = (
     "adds too, not by the number of replicas: total, rows = context.all_reduce('SUM', [total, "
     "rows]). Or leave such batches out: dataset.batch(size, drop_remainder=True)."
 )
-_PIECE = 2**20  # Elements of a variable that are measured at one time.
 _REWRITTEN = (
     "both agree as they were traced, but TensorFlow rewrites one of them so that numbers round "
     "otherwise, for example (x + 1e5) - 1e5 to x. To round, write tf.round(128.0 * x) / 128.0"
@@ -239,10 +238,9 @@ class Verify(Feature):
 
     def _norm(self, variable: tf.Variable) -> Tensor:
         """Returns the norm, a piece at a time, for float64 takes twice the room."""
-        by_rows = id(variable.handle) in self._step.runner.touched.by_rows
         squares = tf.zeros([], tf.float64)
         with tf.device(variable.device):
-            for piece in _pieces(variable, by_rows=by_rows):
+            for piece in contents_of(self._step, variable.handle, variable.dtype).pieces():
                 squares += tf.reduce_sum(tf.square(tf.cast(piece, tf.float64)))
             return tf.sqrt(squares)
 
@@ -454,26 +452,6 @@ def _refuse_what_stays(step: Step) -> None:
 
 class _CannotVerifyError(Exception):
     """A reason for which a step is not compared with one device, known before it runs."""
-
-
-def _pieces(variable: tf.Variable, *, by_rows: bool) -> Iterator[Tensor]:
-    """Yields the elements of a variable, some of its rows at a time.
-
-    Reading rows makes TensorFlow copy the variable at each read of its value from then on. So only
-    a variable whose rows the step reads or writes as well is read by rows.
-    """
-    shape = [size or 0 for size in variable.shape.as_list()]
-    if not shape:
-        yield tf.convert_to_tensor(variable)
-        return
-    of_row = max(1, math.prod(shape[1:]))
-    count = max(1, _PIECE // of_row)
-    for begin in range(0, shape[0], count):
-        end = min(begin + count, shape[0])
-        if by_rows:
-            yield variable.sparse_read(tf.range(begin, end))
-        else:
-            yield variable.read_value()[begin:end]
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
