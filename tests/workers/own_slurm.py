@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "setpriv")
-# By default a job that is requeued waits for two minutes: until credentials of two minutes expire.
+# The ports of a job follow from its number, which is to differ between runs of the tests. By
+# default a job that is requeued waits for two minutes: until credentials of two minutes expire.
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -23,6 +24,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=10
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid

@@ -1,4 +1,4 @@
-"""A training for jobs of Slurm: ``whole``, ``broken`` (a worker fails), ``stopped`` (by scancel)."""
+"""A training for jobs of Slurm: ``whole``, ``broken`` (by an error), ``stopped`` (by scancel)."""
 
 import os
 import subprocess
