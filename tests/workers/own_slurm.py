@@ -8,18 +8,23 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
+import pytest
+
+PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "setpriv")
+# The ports of a job follow from its number, which is to differ between runs of the tests. By
+# default a job that is requeued waits for two minutes: until credentials of two minutes expire.
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=10
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -32,33 +37,31 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait=60
-JobRequeue=1
-SchedulerParameters=requeue_delay=1,batch_sched_delay=1
+SchedulerParameters=batch_sched_delay=1
 NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
 
 def missing() -> str:
-    """Returns what this machine lacks to start one, or an empty text."""
+    """Returns what this machine lacks to start Slurm, or an empty text."""
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
-        return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
+        return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge util-linux"
     return "" if os.geteuid() == 0 else "needs root, which starts slurmd and munged"
 
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Starts controller and node in a folder, and ends them after."""
+    """Starts controller and node in a folder; ends jobs and daemons after."""
     munge = folder / "munge"
     for path in (munge, folder / "state", folder / "spool"):
         path.mkdir(parents=True)
     munge.chmod(0o700)
     (munge / "key").write_bytes(os.urandom(1024))
     (munge / "key").chmod(0o400)
-    with contextlib.ExitStack() as sockets:
-        opened = [sockets.enter_context(socket.create_server(("", 0))) for _ in range(2)]
-        ports = [one.getsockname()[1] for one in opened]
+    with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
+        ports = [server.getsockname()[1] for server in (first, second)]
     host = socket.gethostname().split(".")[0]
     conf = folder / "slurm.conf"
     conf.write_text(CONF.format(host=host, folder=folder, ports=ports, cpus=os.cpu_count()))
@@ -68,25 +71,37 @@ def running(folder: Path) -> Iterator[None]:
         ("slurmctld", "-D", "-f", str(conf)),
         ("slurmd", "-D", "-N", host, "-f", str(conf)),
     )
-    started: list[subprocess.Popen[bytes]] = []
-    before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = str(conf)
-    try:
+    with contextlib.ExitStack() as ending:
+        environ = ending.enter_context(pytest.MonkeyPatch.context())
+        environ.setenv("SLURM_CONF", str(conf))
         for program in programs:
-            with (folder / f"{program[0]}.log").open("wb") as log:
-                started.append(subprocess.Popen(program, stdout=log, stderr=log))
-            time.sleep(1.0)  # It has no other sign that it is ready.
+            ending.callback(_end, _start(program, folder / f"{program[0]}.log"))
+            time.sleep(1.0)  # They have no other sign of being ready.
         wait_until(lambda: "idle" in ask("sinfo", "-h", "-o", "%t"), 60.0)
+        ending.callback(_end_jobs)  # Before the daemons, which jobs outlive.
         yield
-    finally:
-        ask("scancel", "--partition=all")  # Jobs outlive the daemons.
-        wait_until(lambda: not ask("squeue", "-h"), 120.0)
-        for process in reversed(started):
-            process.terminate()
-            process.wait()
-        del os.environ["SLURM_CONF"]
-        if before is not None:
-            os.environ["SLURM_CONF"] = before
+
+
+def _start(program: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+    # It ends with the process of the tests, also when that is killed.
+    with log.open("wb") as out:
+        command = ("setpriv", "--pdeathsig", "TERM", *program)
+        return subprocess.Popen(command, stdout=out, stderr=out)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_jobs() -> None:
+    ask("scancel", "--full", "--signal=KILL", "--partition=all", "--state=RUNNING")
+    ask("scancel", "--partition=all")
+    wait_until(lambda: not ask("squeue", "-h"), 120.0)
 
 
 def ask(*command: str) -> str:
@@ -94,7 +109,7 @@ def ask(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def wait_until(is_so, seconds: float) -> None:  # type: ignore[no-untyped-def]
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     """Waits until something is so; fails after the seconds."""
     end = time.monotonic() + seconds
     while not is_so():

@@ -1,6 +1,7 @@
-"""A training for jobs of Slurm: ``whole``, or ``broken``, in which one worker fails in a batch."""
+"""A training for jobs of Slurm: ``whole``, ``broken`` (by an error), ``stopped`` (by scancel)."""
 
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -11,16 +12,20 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 
+MODE, TASK = sys.argv[1], os.environ["SLURM_PROCID"]
 
-class Slow(keras.callbacks.Callback):
-    done = 0
 
+class Trouble(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.done += 1
-        print("step", self.model.optimizer.iterations.numpy(), flush=True)
-        time.sleep(0.5)
-        if sys.argv[1] == "broken" and self.done == 3 and os.environ["SLURM_PROCID"] == "1":
+        step = int(self.model.optimizer.iterations.numpy())
+        print("step", step, flush=True)
+        if MODE == "broken" and step == 3 and TASK == "1":
             raise RuntimeError("a program that is broken")
+        if MODE == "stopped" and step >= 3 and "SLURM_RESTART_COUNT" not in os.environ:
+            if step == 3 and TASK == "0":
+                job = os.environ["SLURM_JOB_ID"]
+                subprocess.run(["scancel", "--signal=TERM", job], check=True)
+            time.sleep(3.0)  # The signal comes later than scancel ends.
 
 
 strategy = tmg.create_strategy("multi_worker", fallback=False)
@@ -33,6 +38,7 @@ with strategy.scope():
 checkpoints = tmg.Checkpoints("checkpoints", model, model.optimizer)
 checkpoints.restore()
 data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
-tmg.fit(model, data, epochs=3, callbacks=[Slow(), checkpoints.callback()], verbose=0)
-if os.environ["SLURM_PROCID"] == "0":
+callbacks = [Trouble(), checkpoints.callback()]
+tmg.fit(model, data, epochs=3, callbacks=callbacks, verbose=0, verify=False)
+if TASK == "0":
     np.savez("weights.npz", *model.get_weights())
