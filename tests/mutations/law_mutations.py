@@ -272,8 +272,8 @@ LAW = (
     ),
     broken(
         "states of zero hide what they are multiplied by",
-        "each.assign(tf.ones_like(each.value))",
-        "each.assign(each.value)",
+        "each.contents.assign(tf.ones_like(each.value))",
+        "each.contents.assign(each.value)",
         f"{TOLD}[with_the_state-0-seen]",
     ),
     broken(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,13 +43,14 @@ class Contents:
 
     handle: Handle
     dtype: tf.DType
-    shape: tf.TensorShape
+    shape: tuple[int, ...]
     by_rows: bool
 
     def read(self) -> tf.Tensor:
         """Returns the value; a copy, if rows of the variable were read or written before."""
         with tf.device(self.handle.device):
-            return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+            value: tf.Tensor = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+        return value
 
     def pieces(self) -> Iterator[tf.Tensor]:
         """Yields the elements, some rows at a time."""
@@ -68,10 +69,10 @@ class Contents:
         with tf.device(self.handle.device):
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
-    def assign_rows(self, begin: int, rows: tf.Tensor) -> None:
+    def assign_rows(self, begin: int, end: int, rows: tf.Tensor) -> None:
         """Assigns some rows, without a copy of the others."""
         with tf.device(self.handle.device):
-            ids = tf.range(begin, begin + rows.shape[0])
+            ids = tf.range(begin, end)
             tf.raw_ops.ResourceScatterUpdate(resource=self.handle, indices=ids, updates=rows)
 
 
@@ -110,13 +111,13 @@ class Before:
                 if rows.shape.rank:
                     rows = rows[begin:end]
                 rows = tf.broadcast_to(rows, [end - begin, *shape[1:]])
-            contents.assign_rows(begin, rows)
+            contents.assign_rows(begin, end, rows)
 
 
 def contents_of(step: Run, handle: Handle, dtype: tf.DType) -> Contents:
     """Returns the resource of a variable that a step may read or write."""
     with tf.device(handle.device):
-        shape = tf.TensorShape(tf.raw_ops.VariableShape(input=handle).numpy())
+        shape = tuple(tf.raw_ops.VariableShape(input=handle).numpy().tolist())
     return Contents(handle, dtype, shape, id(handle) in step.runner.touched.by_rows)
 
 
@@ -154,7 +155,7 @@ def _in_less(contents: Contents, firsts: dict[int, tf.Tensor]) -> tf.Tensor:
         contents: The variable.
         firsts: The values of the first copies of variables that are kept whole, by ``id``.
     """
-    if contents.shape.num_elements() * contents.dtype.size < _LARGE:
+    if math.prod(contents.shape) * contents.dtype.size < _LARGE:
         return contents.read()
     # State of an optimizer is zero at first.
     first = tf.reshape(next(contents.pieces()), [-1])[0]
@@ -172,7 +173,7 @@ def _in_less(contents: Contents, firsts: dict[int, tf.Tensor]) -> tf.Tensor:
     return value
 
 
-def _ranges(shape: tf.TensorShape) -> Iterator[tuple[int, int]]:
+def _ranges(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields where some rows begin and end that are handled at one time."""
     count = max(1, _PIECE // max(1, math.prod(shape[1:])), shape[0] // _PIECES)
     for begin in range(0, shape[0], count):
@@ -184,7 +185,7 @@ def _pieces_of(value: tf.Tensor) -> Iterator[tf.Tensor]:
     if not value.shape.rank:
         yield value
         return
-    for begin, end in _ranges(value.shape):
+    for begin, end in _ranges([size or 0 for size in value.shape.as_list()]):
         with tf.device(value.device):
             piece = value[begin:end]
         yield piece
