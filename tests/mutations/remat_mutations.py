@@ -34,12 +34,6 @@ REMAT = (
         SCOPE,
     ),
     broken(
-        "what another replica computes in its turn counts as of the function",
-        'replaced_merge: Function | None = vars(context).get("merge_call")',
-        "replaced_merge: Function | None = context.merge_call",
-        SCOPE,
-    ),
-    broken(
         "a captured tensor gets no gradient and nobody says so",
         "if not strange or not trained or not",
         "if trained or not",
