@@ -52,8 +52,8 @@ FLOAT16 = (
     ),
     broken(
         'the weight 1 of reduction="sum" is added over a window',
-        "[0.0, 1.0, 1.0] if fixed else [number, 0.0, 1.0]",
-        "[number, 0.0, 1.0]",
+        "[0.0, 1.0] if fixed else [divisor, 0.0]",
+        "[divisor, 0.0]",
         f"{EXACT}[3-sum]",
     ),
     broken(
