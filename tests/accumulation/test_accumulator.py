@@ -190,3 +190,75 @@ def test_a_dynamic_scale_halves_doubles_and_stays_in_bounds() -> None:
     fixed = LossScale(64, growth_steps=None)
     fixed.update(tf.constant(False))
     assert float(fixed.value()) == 64.0
+
+
+# Fails if a compiled ``add``, which is traced once, hides from later windows whether it scaled.
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrong_order_with_a_scale_is_told_in_every_window(compiled):
+    strategy, variables, window = accumulator_of(2, [1.0])
+    with strategy.scope():
+        optimizer, scale = keras.optimizers.SGD(0.0, momentum=0.9), tmg.LossScale(8.0)
+
+    def adds(target_of):
+        def replica():
+            with tf.GradientTape() as tape:
+                pair = tmg.loss_sum("mse", tf.zeros([1, 1]), variables[0][None])
+                target = target_of(pair)
+            window.add(tape.gradient(target, variables), pair)
+
+        return tf.function(lambda: strategy.run(replica), autograph=False)
+
+    def clip_first():
+        tmg.clip_gradients(window.reduce()[0], 1.0)
+
+    def program(function):
+        return tf.function(function, autograph=False) if compiled else function
+
+    scaled, plain = adds(scale.scale_loss), adds(lambda pair: pair.sum)
+    with_scale = program(lambda: window.apply(optimizer, scale=scale))
+    without = program(lambda: window.apply(optimizer))
+    clips = program(clip_first)
+    errors = (tmg.TfMultiGpuError, tf.errors.InvalidArgumentError)
+    for _ in range(3):
+        for add, right in ((scaled, with_scale), (plain, without)):
+            add()
+            norm = right()[0]
+            np.testing.assert_allclose(norm, 2.0, rtol=1e-6)
+        for add, wrong, words in (
+            (scaled, without, "before scale.unscale"),
+            (scaled, clips, "clip_gradients before scale.unscale"),
+            (plain, with_scale, "were not multiplied by the loss scale"),
+        ):
+            add()
+            updates = int(optimizer.iterations.numpy())
+            with pytest.raises(errors, match=words):
+                wrong()
+            assert int(optimizer.iterations.numpy()) == updates
+            window.reduce()
+
+
+# Fails if of several scaled losses in one target only the last must be in the window.
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_scaled_pair_must_be_in_a_window(replicas, first):
+    strategy, variables, window = accumulator_of(replicas, [1.0])
+    with strategy.scope():
+        optimizer, scale = keras.optimizers.SGD(0.0), tmg.LossScale(8.0)
+
+    def replica(joins):
+        with tf.GradientTape() as tape:
+            pairs = [
+                tmg.loss_sum(loss, tf.zeros([1, 1]), variables[0][None]) for loss in ("mse", "mae")
+            ]
+            if joins:
+                pairs = [tmg.LossSum(pairs[0].sum + pairs[1].sum, pairs[0].weight)]
+            target = tf.add_n(list(map(scale.scale_loss, pairs[:: 1 - 2 * first])))
+        window.add(tape.gradient(target, variables), pairs[0])
+
+    for _ in range(2):
+        strategy.run(replica, args=(False,))
+        with pytest.raises(tmg.TfMultiGpuError, match=r"tmg\.LossSum\(p\.sum \+ q\.sum, p\.weight"):
+            window.apply(optimizer, scale=scale)
+        strategy.run(replica, args=(True,))
+        norm, _ = window.apply(optimizer, scale=scale)
+        np.testing.assert_allclose(norm, 3.0, rtol=1e-6)

@@ -46,8 +46,8 @@ BLOCKS = (
     ),
     broken(
         "a gradient that carries the loss scale is taken",
-        "if stage.scaled and not stage.unscaled:",
-        "if False:",
+        "    return _refuse(carrying, message)\n",
+        "    return []\n",
         "test_composition_by_hand.py::test_a_wrong_order_by_hand_is_told",
     ),
     broken(

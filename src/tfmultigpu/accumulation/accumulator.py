@@ -83,8 +83,9 @@ class GradientAccumulator:
         refuse_float8(self.variables)
         self._sums = [_sum_of(variable) for variable in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
-        # The sum of the weights, how many were added of which each is 1 in total, and of all.
-        self._weights = _local_sum([3], tf.float64 if wide else tf.float32)
+        # The sum of the weights; how many were added of which each is 1 in total, of all, of scaled
+        # losses, and of losses that no scale multiplied.
+        self._weights = _local_sum([5], tf.float64 if wide else tf.float32)
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
         self._reached: set[int] = set()  # The numbers of variables with a gradient.
@@ -148,7 +149,8 @@ class GradientAccumulator:
                 "Create an accumulator for each.",
             )
         self._fixed = fixed
-        self._note_scaled(None if use is None else use.scaled)
+        scaled = None if use is None else use.scaled
+        self._note_scaled(scaled)
         if isinstance(weight, LossSum) and use is not None and not use.differentiated:
             warn(
                 "add needs the gradients of the sum that belongs to the weight, which divides "
@@ -166,7 +168,8 @@ class GradientAccumulator:
 
         divisor = weight.weight if isinstance(weight, LossSum) else weight
         divisor = tf.cast(divisor, self._weights.dtype)
-        self._weights.assign_add([0.0, 1.0, 1.0] if fixed else [divisor, 0.0, 1.0])
+        counts = [1.0, float(scaled is True), float(scaled is False)]
+        self._weights.assign_add([*([0.0, 1.0] if fixed else [divisor, 0.0]), *counts])
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -254,7 +257,7 @@ class GradientAccumulator:
             for state in [*self._sums, _Dense(self._weights), _Dense(self._count)]:
                 state.reset(self._strategy)
         *sums, weights = totals[0]
-        weight, fixed, count = tf.unstack(weights, num=3)
+        weight, fixed, count, scaled_adds, plain_adds = tf.unstack(weights, num=5)
         weight = tf.where(fixed > 0, tf.ones_like(weight), weight)
         gradients = []
         for total, variable in zip(sums, self.variables, strict=True):
@@ -269,8 +272,12 @@ class GradientAccumulator:
         if True in self._scaled or self._scaled == {False}:
             scaled = True in self._scaled
         reduced = REDUCED_BY_SCALED[scaled](gradients, weight)
+        # A compiled ``add`` is traced once: of later windows the counts alone know it. What is
+        # known while a function is traced is an error there, and not of TensorFlow.
+        known = scaled if tf.inside_function() else None
+        stage = Stage(known or scaled_adds > 0, known is False or plain_adds > 0, count=count)
         for gradient in gradients:
-            Stage(scaled, count=count).mark(gradient)
+            stage.mark(gradient)
         self._scaled.clear()  # Another window may be of other losses.
         return reduced
 

@@ -59,14 +59,15 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
     """
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
-    check_scale_is_out("clip_gradients", gradients)
+    after = check_scale_is_out("clip_gradients", gradients)
     reduced: list[Gradient] = []
     for gradient in gradients:
         if gradient is None or getattr(gradient, REDUCED, False):
             reduced.append(gradient)  # A list has each row once.
         else:
             reduced.append(tf.convert_to_tensor(gradient))
-    norm = global_norm(present(reduced))
+    with tf.control_dependencies(after):
+        norm = global_norm(present(reduced))
     return mark_as(gradients, clipped(reduced, limit, norm), clipped=True), norm
 
 

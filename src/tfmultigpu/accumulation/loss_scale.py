@@ -47,7 +47,7 @@ class LossScale:
     growth_steps: int | None
     good_steps: Scalar
     _scale: Scalar
-    _use: Use | None = None  # Of the last pair, until ``unscale`` has seen its division undone.
+    _uses: tuple[Use, ...] = ()  # Of pairs, until ``unscale`` has seen their division undone.
     _scaled_others = False  # Whether it may have multiplied a loss without a note on its pair.
     _strategy: tf.distribute.Strategy | None = None
 
@@ -141,7 +141,7 @@ class LossScale:
             note_use(loss, use)
         use.scale()
         use.divide(divisor)
-        self._use = use
+        self._uses = (*(other for other in self._uses if not other.undone), use)
         return total * (tf.cast(self._value(), total.dtype) / divisor)
 
     def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
@@ -160,16 +160,18 @@ class LossScale:
                 were unscaled or clipped before.
         """
         check_reduced("unscale", gradients)
-        check_to_unscale(gradients, has_scaled=self._scaled_others)
-        if self._use is not None and not self._use.undone:
+        after = check_to_unscale(gradients, has_scaled=self._scaled_others)
+        uses, self._uses = self._uses, ()  # They belong to one trace.
+        if any(use.differentiated and not use.undone for use in uses):
             raise TfMultiGpuError(
                 "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
                 "gradient by that number again.",
                 "a window without that pair",
-                "Write window.add(gradients, pair); or, without a GradientAccumulator, scale a "
-                "mean over the rows of the global batch: scale.scale_loss(mean).",
+                "Write window.add(gradients, pair); for several losses make one pair first, "
+                "pair = tmg.LossSum(p.sum + q.sum, p.weight), or a window for each; or, without a "
+                "GradientAccumulator, scale a mean over the rows of the global batch: "
+                "scale.scale_loss(mean).",
             )
-        self._use = None  # It belongs to one trace.
 
         def divide(gradient: Gradient) -> Gradient:
             if not hasattr(gradient, REDUCED):  # A list may have a row twice.
@@ -178,7 +180,8 @@ class LossScale:
             values = tf.cast(values, sum_dtype(values.dtype))
             return with_values(gradient, values / tf.cast(self._value(), values.dtype))
 
-        divided = mark_as(gradients, map_present(divide, gradients), unscaled=True)
+        with tf.control_dependencies(after):
+            divided = mark_as(gradients, map_present(divide, gradients), unscaled=True)
         return divided, all_finite(present(divided))
 
     def update(self, finite: Scalar) -> None:

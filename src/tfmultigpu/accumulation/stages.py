@@ -32,6 +32,13 @@ _EMPTY = GraphMessage(
     "",
     "Update only if window.count is not 0, and call reduce once for each window.",
 )
+_NOT_SCALED = GraphMessage(
+    "The losses were not multiplied by the loss scale, so the update would be as many times too "
+    "small.",
+    "gradients of pair.sum",
+    "Differentiate the scaled loss: target = scale.scale_loss(pair); "
+    "window.add(tape.gradient(target, variables), pair).",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +46,16 @@ class Stage:
     """What is known of a gradient of the global batch.
 
     Attributes:
-        scaled: Whether a loss scale multiplied the losses of its window; None if not known.
+        scaled: Whether a loss scale multiplied losses of its window, a bool or a scalar; None if
+            not known.
+        plain: Whether losses of its window were not multiplied by a loss scale, likewise.
         unscaled: Whether it was divided by the loss scale.
         clipped: Whether it was clipped.
         count: How many additions of all replicas its window held, a scalar; None if not known.
     """
 
-    scaled: bool | None = None
+    scaled: Scalar = None
+    plain: Scalar = None
     unscaled: bool = False
     clipped: bool = False
     count: Scalar = None
@@ -76,7 +86,7 @@ class OfUnknownLosses(Reduced):
     def __new__(cls, gradients: list[Gradient], weight: tf.Tensor) -> OfUnknownLosses:
         """Marks the gradients."""
         for gradient in gradients:
-            Stage(cls.scaled).mark(gradient)
+            Stage(cls.scaled, cls.scaled is False).mark(gradient)
         return super().__new__(cls, gradients, weight)
 
 
@@ -113,23 +123,26 @@ def mark_as(
     return list(after)
 
 
-def check_scale_is_out(name: str, gradients: Sequence[Gradient]) -> None:
-    """Checks that no gradient is known to carry a loss scale still."""
-    for stage in stages_of(gradients):
-        if stage.scaled and not stage.unscaled:
-            raise TfMultiGpuError(
-                "The gradients still carry the loss scale.", f"{name} before scale.unscale", _ORDER
-            )
+def check_scale_is_out(name: str, gradients: Sequence[Gradient]) -> list[tf.Operation]:
+    """Checks that no gradient carries a loss scale still; returns assertions as ``_refuse``."""
+    message = GraphMessage(
+        "The gradients still carry the loss scale.", f"{name} before scale.unscale", _ORDER
+    )
+    carrying = [stage.scaled for stage in stages_of(gradients) if not stage.unscaled]
+    return _refuse(carrying, message)
 
 
-def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> None:
+def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> list[tf.Operation]:
     """Checks that gradients may carry a loss scale, and were not clipped with it.
+
+    It returns assertions as ``_refuse``.
 
     Args:
         gradients: The gradients that are to be divided.
         has_scaled: Whether the scale may have multiplied the losses where no pair notes it.
     """
-    for stage in stages_of(gradients):
+    stages = stages_of(gradients)
+    for stage in stages:
         if stage.unscaled:
             raise TfMultiGpuError(
                 "The gradients were divided by the loss scale before.",
@@ -143,22 +156,26 @@ def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> None
                 "unscale after clip_gradients",
                 _ORDER,
             )
-        if stage.scaled is False and not has_scaled:
-            raise TfMultiGpuError(
-                "The losses were not multiplied by the loss scale, so the update would be as many "
-                "times too small.",
-                "gradients of pair.sum",
-                "Differentiate the scaled loss: target = scale.scale_loss(pair); "
-                "window.add(tape.gradient(target, variables), pair).",
-            )
+    if has_scaled:
+        return []
+    return _refuse([stage.plain for stage in stages], _NOT_SCALED)
 
 
 def check_not_empty(count: Scalar) -> list[tf.Operation]:
     """Checks that a window was not empty; returns an assertion if a graph has to find out."""
-    if count is None:
-        return []
-    if tf.is_symbolic_tensor(count):
-        return [tf.debugging.assert_positive(count, message=_EMPTY.text)]
-    if not int(count):
-        raise _EMPTY.as_error(TfMultiGpuError)
-    return []
+    return [] if count is None else _refuse([tf.equal(count, 0)], _EMPTY)
+
+
+def _refuse(faults: Sequence[Scalar], message: GraphMessage) -> list[tf.Operation]:
+    """Raises an error if one of some bools is true; returns assertions if a graph has to find out.
+
+    What follows must wait for them.
+    """
+    after = []
+    # The gradients of a window have one tensor.
+    for fault in {id(fault): fault for fault in present(faults)}.values():
+        if tf.is_symbolic_tensor(fault):
+            after.append(tf.debugging.Assert(~fault, [message.text]))
+        elif bool(fault):
+            raise message.as_error(TfMultiGpuError)
+    return after

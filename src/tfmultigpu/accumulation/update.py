@@ -130,6 +130,9 @@ def apply_reduced_gradients(
             or the optimizer has one, and they were not unscaled by a ``LossScale``.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
+    Of gradients that a ``tf.function`` has returned it is not known whether their window was empty:
+    then test ``window.count`` before you reduce.
+
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
         >>> weight = keras.Variable([1.0])
@@ -178,7 +181,7 @@ def apply_reduced_gradients(
 
 def _check_stages(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> list[tf.Operation]:
     """Checks that gradients carry no loss scale; returns what the update is to wait for."""
-    check_scale_is_out("apply_reduced_gradients", gradients)
+    after = check_scale_is_out("apply_reduced_gradients", gradients)
     stages = stages_of(gradients)
     unscaled = len(stages) == len(gradients) and all(stage.unscaled for stage in stages)
     wraps = unwrap_optimizer(optimizer) is not optimizer
@@ -193,8 +196,8 @@ def _check_stages(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> l
             "window.apply(optimizer, scale=scale).",
         )
     for stage in stages:
-        return check_not_empty(stage.count)
-    return []
+        return after + check_not_empty(stage.count)
+    return after
 
 
 def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -> Gradient:
