@@ -134,6 +134,25 @@ def traced_at_each_call(told: Told) -> None:
         train()
     train(is_variable=True)
 
+    # The same of an optimizer in a LossScaleOptimizer, which has no beta_1 that acts.
+    def train_inside(is_variable: bool = False) -> None:
+        with strategy.scope():
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1))
+            if is_variable:
+                optimizer.inner_optimizer.beta_1 = keras.Variable(0.9, trainable=False)
+        trained = step(optimizer=optimizer)
+        for number in range(6):
+            value = 0.9 - 0.01 * number
+            if is_variable:
+                optimizer.inner_optimizer.beta_1.assign(value)
+            else:
+                optimizer.inner_optimizer.beta_1 = value
+            trained(BATCH)
+
+    with told(UserWarning, r"scope\(\): optimizer\.inner_optimizer\.beta_1 = keras\.Variable\("):
+        train_inside()
+    train_inside(is_variable=True)
+
     # Batches: of one structure.
     predict = tmg.make_predict_step(made(), strategy, verify=False)
     others = [(X, {f"of_{number}": Y}) for number in range(6)]

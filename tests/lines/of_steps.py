@@ -703,6 +703,18 @@ def made_outside_the_scope(told: Told) -> None:
     step(model, optimizer=optimizer)(BATCH)
 
 
+@example("A variable was added to the {} {}")
+def lora_outside_the_scope(told: Told) -> None:
+    optimizer, model = optimizer_of(), made()
+    model.layers[0].enable_lora(4)
+    with told(tmg.ScopeError, r"scope\(\):\n        layer\.enable_lora\(4\)"):
+        step(model, optimizer=optimizer)
+    model = made()
+    with strategy_of(2).scope():
+        model.layers[0].enable_lora(4)
+    step(model, optimizer=optimizer)(BATCH)
+
+
 @example("The model returns one value for a batch")
 def one_value_for_a_batch(told: Told) -> None:
     class Mean(keras.layers.Layer):

@@ -199,3 +199,40 @@ def test_a_model_may_say_what_is_trained() -> None:
         assert np.any(moves.numpy() != before)
         np.testing.assert_array_equal(stays.numpy(), still)
     assert len(step.runner.traces) == 2
+
+
+# Fails if a step goes on with the trace of a layer beside the model that is frozen, or computes in
+# another dtype, since; or if what changes at each call is not named.
+def test_a_layer_beside_the_model_may_change() -> None:
+    teacher, dense = L.BatchNormalization(), L.Dense(3)
+    teacher.build((None, 3))
+    model = keras.Sequential([keras.Input((3,)), dense])
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        wanted = keras.ops.cast(teacher(batch[0], training=training), "float32")
+        return tmg.loss_sum("mse", wanted, model(batch[0]))
+
+    optimizer = keras.optimizers.SGD(0.0)
+    step = tmg.make_train_step(model, optimizer, None, forward=forward, verify=False)
+
+    def check() -> None:
+        expected = np.mean((np.asarray(teacher(X, training=True), "float32") - dense(X)) ** 2)
+        np.testing.assert_allclose(step((X, X))["loss"], expected, rtol=1e-5)
+
+    check()
+    check()
+    assert step._version == 1
+    teacher.trainable = False
+    moving_mean = teacher.moving_mean.numpy()
+    check()
+    np.testing.assert_array_equal(teacher.moving_mean.numpy(), moving_mean)
+    teacher.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    check()
+
+    def take_turns() -> None:
+        for number in range(6):
+            teacher.trainable = number % 2 == 0
+            step((X, X))
+
+    with pytest.warns(UserWarning, match="the frozen layers beside the model"):
+        take_turns()

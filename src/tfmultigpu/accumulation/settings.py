@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import dis
+import functools
 import operator
 import sys
 import types
@@ -13,17 +16,20 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.lists import by_id
 from tfmultigpu.types import KerasOptimizer
 
 _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple, np.generic)
+_NAMESPACES = argparse.Namespace, types.SimpleNamespace
+_HAVE_NO_SETTINGS = {"keras", "tensorflow", "tfmultigpu", "numpy"} | sys.stdlib_module_names
+INNER = "inner_optimizer."  # What settings inside a ``LossScaleOptimizer`` begin with.
+_MOST = 10_000  # Items that are read at each step: a function may read an object that holds all.
 
 
 class Settings:
     """Remembers the settings of an optimizer, at any depth.
 
-    These are its attributes, of optimizers, schedules and objects of the user inside it, the items
-    of lists and dicts, and what a function reads from around it.
+    These are its attributes, of optimizers, schedules and objects of the user inside it and of
+    their classes, the items of lists and dicts, and what a function reads from around it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +59,7 @@ class Settings:
                     continue
                 if value is not None and not isinstance(value, _PLAIN):
                     value = f"{type(value).__name__} {id(value)}"
-                values[name] = value
+                values.setdefault(name, value)  # Of the object rather than of its class.
         return values
 
     def _differing(self) -> set[str]:
@@ -106,20 +112,32 @@ class _Noted:
 
 
 def _settings_of(optimizer: KerasOptimizer) -> list[_Noted]:
-    """Returns all that holds settings of an optimizer, each once."""
-    inner = unwrap_optimizer(optimizer)
-    waiting: list[tuple[str, object]] = []
-    for root in by_id([optimizer, inner, *parts_of(inner)]).values():
-        waiting.append(("", root))
+    """Returns all that holds settings of an optimizer, each once, the nearest first."""
+    waiting: list[tuple[str, object]] = [("", optimizer)]
+    path, inner = "", unwrap_optimizer(optimizer)
+    if inner is not optimizer:
+        path = INNER
+        waiting.append((path.removesuffix("."), inner))
+    for number, part in enumerate(parts_of(inner)):
+        waiting.append((f"{path}optimizers[{number}]", part))
+
     noted: dict[int, _Noted] = {}
-    while waiting:
-        path, holder = waiting.pop()
-        if id(holder) in noted:
+    room = _MOST
+    for path, holder in waiting:  # Which grows.
+        if id(holder) in noted or room < 0:
             continue
         kept = noted[id(holder)] = _Noted(path, holder, dict(_items(holder)))
+        room -= len(kept.items)
         for key, value in kept.items.items():
-            if _holds_settings(value) and not _compat.is_for_checkpoints(str(key)):
-                waiting.append((kept.name_of(key), value))
+            name = str(key)
+            # Of the methods of a class Python itself calls most.
+            is_of_python = name.startswith("__") and name != "__call__"
+            if is_of_python or _compat.is_for_checkpoints(name) or not _holds_settings(value):
+                continue
+            waiting.append((kept.name_of(key), value))
+        kind = holder if isinstance(holder, type) else type(holder)
+        for base in filter(_holds_settings, kind.__mro__):
+            waiting.append((path, base))
     return list(noted.values())
 
 
@@ -128,16 +146,20 @@ def _holds_settings(value: object) -> bool:
     import keras
 
     if isinstance(value, (list, tuple, dict)):
-        items = list(_items(value).values())
-        return not any(isinstance(item, (keras.Variable, tf.Variable)) for item in items)
+        variables = (keras.Variable, tf.Variable)
+        items = list(_items(value).values()) if len(value) <= _MOST else [value]
+        return not items or not all(isinstance(item, variables) for item in items)
+    if isinstance(value, np.ndarray):
+        return value.size <= _MOST
     kinds = keras.optimizers.Optimizer, keras.optimizers.schedules.LearningRateSchedule
-    if isinstance(value, (*kinds, types.FunctionType, np.ndarray, set)):
+    readers = types.MethodType, functools.partial
+    if isinstance(value, (*kinds, *readers, *_NAMESPACES, set)):
         return True
-    others = keras.Variable, keras.Operation, keras.callbacks.Callback, tf.Module, tf.Tensor, type
-    if isinstance(value, others) or not hasattr(value, "__dict__"):
+    others = keras.Variable, keras.Operation, keras.callbacks.Callback, tf.Module, tf.Tensor
+    if isinstance(value, (*others, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
-    package = type(value).__module__.partition(".")[0]
-    return package not in {"keras", "tensorflow", "tfmultigpu"} | sys.stdlib_module_names
+    source = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    return str(source.__module__).partition(".")[0] not in _HAVE_NO_SETTINGS
 
 
 def _items(holder: object) -> Mapping[object, object]:
@@ -152,19 +174,41 @@ def _items(holder: object) -> Mapping[object, object]:
         return {"": holder.tobytes()}
     if isinstance(holder, types.FunctionType):
         return _read_by(holder)
+    if isinstance(holder, types.MethodType):
+        return {"": holder.__self__, holder.__name__: holder.__func__}
+    if isinstance(holder, functools.partial):
+        return {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
     return vars(holder)  # type: ignore[return-value]
 
 
 def _read_by(function: types.FunctionType) -> dict[object, object]:
-    """Returns what a function reads from around it: of globals, neither functions nor classes."""
-    read: dict[object, object] = {}
-    for name in function.__code__.co_names:
+    """Returns what a function reads from around it: globals, closures and defaults."""
+    code, read = function.__code__, dict[object, object]()
+    for name in _globals_of(code):
         value = function.__globals__.get(name)
-        if isinstance(value, (*_PLAIN, list, dict, np.ndarray)):
+        if not isinstance(value, types.ModuleType):
             read[name] = value
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            continue
+        for attribute in code.co_names:  # Such as numbers in a module of the user.
+            if attribute in vars(value):
+                read[f"{name}.{attribute}"] = vars(value)[attribute]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             read[name] = cell.cell_contents
         except ValueError:  # What is defined later.
             continue
+    defaults = function.__defaults__ or ()
+    first = code.co_argcount - len(defaults)
+    read.update(zip(code.co_varnames[first:], defaults, strict=False))
+    read.update(function.__kwdefaults__ or {})
     return read
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of the globals that code reads; ``co_names`` has attributes too."""
+    names = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            names.append(instruction.argval)
+    return tuple(names)

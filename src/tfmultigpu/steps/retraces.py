@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.settings import INNER
 from tfmultigpu.user_code import warn
 
 # What a trace depends on besides the batch, by name.
@@ -84,8 +85,8 @@ def _advice(name: str, values: tuple[object, object]) -> str:
         return _OF_BATCH
     if SETTING not in name:
         return _OF_LAYERS
-    setting = name.rpartition(SETTING)[2]
-    is_inside = "." in setting or "[" in setting
+    setting = name.partition(SETTING)[2]
+    is_inside = any(mark in setting.removeprefix(INNER) for mark in ".[")
     is_asked = any(word in setting for word in _IN_PYTHON)
     if is_inside or is_asked or not isinstance(values[1], float):
         return _OF_SETTINGS

@@ -65,6 +65,7 @@ class ModelStep(Step):
     # What traces hold of the model. It stays alive, or another object could have its ``id``.
     _taken_in: TakenIn | None = None
     _version = 0
+    _called_before: tuple[KerasLayer, ...] = ()  # Beside the model, by the traces that are stale.
 
     @property
     def why_each(self) -> str:
@@ -83,11 +84,16 @@ class ModelStep(Step):
         return Key((self._version, written_of(before.tables)), now.flags)
 
     def facts(self) -> Facts:
-        """Returns what is trained and synchronized."""
+        """Returns what is trained and synchronized, and what is frozen of what a loss calls."""
         layers = all_layers(self.model)
         synchronized = [each.name for each in layers if getattr(each, "synchronized", False)]
         trained = [variable.path for variable in self.model.trainable_variables]
-        return {"the trained variables": trained, "the synchronized layers": synchronized}
+        frozen = [layer.name for layer in self._called_before if not layer.trainable]
+        return {
+            "the trained variables": trained,
+            "the synchronized layers": synchronized,
+            "the frozen layers beside the model": frozen,
+        }
 
     def take_in(self, *, changed: bool = False) -> bool:
         """Notes the model as it is, before a trace; all traces are stale if it has changed.
@@ -101,6 +107,7 @@ class ModelStep(Step):
         is_stale = changed or self.key() is None
         if is_stale:
             self._version += 1
+            self._called_before = tuple(self.beside.values())
             self.assigned, self.beside = None, {}
             self._taken_in = TakenIn.of(self.model).with_tables()
         return is_stale

@@ -22,8 +22,8 @@ class TakenIn:
     """A model as it is at one time.
 
     Attributes:
-        objects: Its layers, their dtypes and their variables, in order, then of what is called
-            beside it.
+        objects: Its layers, their dtypes and their variables, in order, then all of what is called
+            beside it, and whether that is frozen or synchronized.
         flags: What may change of them and change back: which are frozen, and which layers are
             synchronized.
         beside: Layers that are not in the model, and that a trace has called, as a loss calls
@@ -51,7 +51,9 @@ class TakenIn:
         if model.__class__.trainable_variables is not keras.Model.trainable_variables:
             flags += map(id, model.trainable_variables)
         for layer in beside:
-            objects += layer, *_compat.own_variables(layer)
+            # Not as flags: which layers are called is known after the trace, and its key is not.
+            objects += layer.trainable, getattr(layer, "synchronized", None)
+            objects += layer, getattr(layer, "dtype_policy", None), *_compat.own_variables(layer)
         return cls(tuple(objects), tuple(flags), beside)
 
     def has_objects_of(self, other: TakenIn) -> bool:

@@ -192,9 +192,18 @@ def check_scope(
                 where = "in the scope of another strategy than the one given"
                 place = f"on {describe(own)}"
                 fix = "Pass that strategy, strategy=strategy; or create"
-            of = what
-            if what == "model" and any(map(is_inside, map(tf_variable, variables))):
-                what, of = "layer", f"layer {name.rpartition('/')[0]!r}"
+            of, layer = what, name.rpartition("/")[0]
+            inside = [each for each in variables if is_inside(tf_variable(each))]
+            if what == "model" and inside:
+                what, of = "layer", f"layer {layer!r}"
+                if any(each.path.rpartition("/")[0] == layer for each in inside):
+                    raise ScopeError(
+                        f"A variable was added to the {of} {where}.",
+                        f"{name!r}, {place}, and {describe(strategy)}",
+                        "Call what added it in the scope, after the model is created anew:\n"
+                        "    with strategy.scope():\n"
+                        "        layer.enable_lora(4)  # or layer.quantize(...), add_weight(...)",
+                    )
             raise ScopeError(
                 f"The {of} was created {where}.",
                 f"variable {name!r} of the {what}, {place}, and {describe(strategy)}",
