@@ -27,13 +27,13 @@ BUDGETS = {
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
-    "src/addons/verification": 1_750,
+    "src/addons/verification": 1_900,
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
     "src/steps": 7_450,
     "src/strategies": 2_120,
-    "tests together": 39_500,
+    "tests together": 40_200,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
