@@ -88,7 +88,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Takes what is assigned in the context for additions to the values before."""
+        """Treats what is assigned in the context as additions to the values before."""
         before, self._adds = self._adds, True
         try:
             yield
