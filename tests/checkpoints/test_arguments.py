@@ -34,7 +34,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"directory": ""}, ValueError, "Received: directory=''."),
     ({"extra": {"a": [tf.Variable("text")]}}, TypeError, "Received: extra={'a': [<tf.Variable"),
     ({"train_step": 5}, TypeError, "Write tmg.Checkpoints(directory, train_step=step)."),
-    ({"model": None}, TypeError, "model must be a Keras model. Received: None"),
+    ({"model": None}, TypeError, "Received: model=None and train_step=None."),
 ]
 
 
