@@ -27,6 +27,7 @@ from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
 from tfmultigpu.types import (
     Array,
+    ConcreteFunction,
     Function,
     Graph,
     KerasVariable,
@@ -122,10 +123,14 @@ class OneDevice:
         named.pop("steps", None)
         return named
 
+    def trace(self, batch: Shard, program: Program) -> ConcreteFunction:
+        """Returns what computes a batch, traced if it was not; nothing runs."""
+        self._known = None if self._by_itself else program.trace
+        return self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+
     def run(self, batch: Shard, program: Program, move: Function | None = None) -> Numbers:
         """Returns arrays by name; what ``program``, the step, assigns may begin moved."""
-        self._known = None if self._by_itself else program.trace
-        concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+        concrete = self.trace(batch, program)
         self._ran = self._traces[concrete.graph]
         with putting_back(self.step, concrete, program.run) as before:
             if move is not None:

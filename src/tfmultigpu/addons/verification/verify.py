@@ -280,8 +280,7 @@ class Verify(Feature):
 
     def _compared(self, step: Step, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, changing nothing; all workers call it."""
-        whole = functools.partial(self._whole, step, batch, rows)
-        one, reason = _attempt(lambda: self._exchange.together("what one device computes", whole))
+        one, reason = _attempt(functools.partial(self._whole, step, batch, rows))
         if reason:
             return _Comparison(Verification("not verified", reason))
         apart = functools.partial(self._apart, one)
@@ -291,7 +290,18 @@ class Verify(Feature):
         return self._agreed(one, numbers)
 
     def _whole(self, step: Step, batch: Batch, rows: int) -> _One:
-        """Returns what the first rows of the batch give on one device, and how to compare that."""
+        """Returns what the first rows of the batch give on one device, and how to compare that.
+
+        All workers call it. Code of the user fails in a trace, maybe on one worker alone: then none
+        has run anything yet, and the next collective finds all of them alike.
+        """
+        traced = functools.partial(self._traced, step, batch, rows)
+        one = self._exchange.together("a trace for one device", traced)
+        run = functools.partial(self._run, one)
+        return self._exchange.together("what one device computes", run)
+
+    def _traced(self, step: Step, batch: Batch, rows: int) -> _One:
+        """Returns the first rows of the batch, with what computes them traced."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
         whole = local[0]
@@ -307,13 +317,19 @@ class Verify(Feature):
         device = self._device
         if device is None or device.step is not step or device.key != step.key():
             device = OneDevice(step, self._measure)
+        device.trace(whole, program)
+        return _One(device, {}, whole, local, places, program, arguments)
+
+    def _run(self, one: _One) -> _One:
+        """Returns it with what one device computes."""
+        device = one.device
         try:
-            numbers = device.run(whole, program)
+            numbers = device.run(one.whole, one.program)
         except tf.errors.CancelledError:  # Of a function that is called TensorFlow loses errors.
-            device = OneDevice(step, self._measure, by_itself=True)
-            numbers = device.run(whole, program)
+            device = OneDevice(device.step, self._measure, by_itself=True)
+            numbers = device.run(one.whole, one.program)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
-        return _One(device, numbers, whole, local, places, program, arguments)
+        return dataclasses.replace(one, device=device, numbers=numbers)
 
     def _apart(self, one: _One) -> _Apart:
         """Runs the step, and compares what it computes with what one device did."""
