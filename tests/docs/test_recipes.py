@@ -251,6 +251,19 @@ def dice() -> None:
     hold_fit(build, whole("coupled-losses")["batch_dice"], of_all, images, images > 0.5)
 
 
+@recipe("coupled-losses", "LoadBalance", to="Keras' fit of the same layer on one device")
+def load_balance() -> None:
+    x, y = arrays(17, 8, 1)
+    layer = whole("coupled-losses")["LoadBalance"]
+
+    def build() -> Any:
+        return keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(4, "softmax"), layer(), keras.layers.Dense(1)]
+        )
+
+    hold_fit(build, "mse", "mse", x, y)
+
+
 # Steps and models of one's own --------------------------------------------------------------------
 
 
