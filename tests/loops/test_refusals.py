@@ -96,7 +96,7 @@ def test_what_was_created_outside_the_scope() -> None:
     dense.build((None, 5))
     with strategy_of(2).scope():
         mixed = network(5, dense, keras.layers.Dense(1))
-    with pytest.raises(tmg.ScopeError, match="The layer .* was created outside the scope"):
+    with pytest.raises(tmg.ScopeError, match=r"The layer .* was created outside the scope"):
         tmg.predict(mixed, X)
 
 
