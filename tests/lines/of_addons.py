@@ -448,7 +448,9 @@ def one_batch_in_place_of_a_list(told: Told) -> None:
 
 @example("build must return a Training")
 def a_model_built(told: Told) -> None:
-    with told(tmg.TfMultiGpuError, r"Received: Sequential\. Write return tmg\.testing"):
+    with told(
+        tmg.TfMultiGpuError, r"Received: Sequential\. Write def build\(\): return tmg\.testing"
+    ):
         hold(dense, [BATCH])
     hold(lambda: tmg.testing.Training(dense(), keras.optimizers.SGD(0.1), "mse"), [BATCH])
 
