@@ -112,11 +112,11 @@ def entered() -> dict[str, tuple[set[str], set[str]]]:
     # The check of a first step, in its two parts.
     shards, offsets = cut_batch(strategy, (X, Y))
     leaves = [tf.nest.flatten(shard) for shard in shards]
-    compiled, _ = trained.runner.function.compiled((X, Y), leaves, offsets)
+    program, _ = trained.runner.function.program_for((X, Y), leaves, offsets)
 
     def on_one_device() -> Any:
         device = OneDevice(trained, tf.identity, by_itself=True)
-        device.run((X, Y), compiled)
+        device.run((X, Y), program)
         return device
 
     device = note("one device", on_one_device)
