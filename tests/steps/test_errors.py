@@ -141,7 +141,7 @@ def test_what_is_no_iterator_and_what_are_no_steps(step: Any, subtests: pytest.S
     iterator = iter(dataset)
     for given, steps, kind, text in (
         (iterator, -3, ValueError, "steps must be a whole number.* Received: steps=-3"),
-        (iterator, iterator, ValueError, "steps must be a whole number.* steps=<.*OwnedIterator"),
+        (iterator, iterator, ValueError, "steps must be a whole number.* steps=.*OwnedIterator"),
         (3, iterator, DataError, r"takes an iterator.* Received: int\. Write iterator = "),
         (tmg.distribute_dataset(dataset, step.strategy), 2, DataError, "Received: ShardedDataset"),
         (iter([(X, Y)]), 2, DataError, "Received: list_iterator"),

@@ -116,7 +116,7 @@ def test_what_a_forward_may_not_return_and_what_several_models_need(
     for model, given, options, kind, text in (
         (encoder, "mse", {"variables": []}, ValueError, "no variable"),
         ([encoder, decoder], None, {"forward": forward}, TypeError, "must be a Keras model"),
-        (encoder, None, {"forward": "mse"}, LossError, "and forward='mse'"),
+        (encoder, None, {"forward": "mse"}, TypeError, "forward='mse'"),
     ):
         with subtests.test(text), pytest.raises(kind, match=text):
             tmg.make_train_step(model, optimizer, given, **options)
