@@ -530,11 +530,12 @@ def functions_of_other_arguments(told: Told) -> None:
         (r"data=<lambda>\(a, b\)", lambda: distribute(lambda a, b: None)),
         (r"try_batch=<lambda>\(\)", lambda: tmg.find_batch_size(lambda: None)),
         (r"build=<lambda>\(strategy\)", lambda: same(lambda strategy: None, [(X, Y)])),
-        (r"train=training\(\)", lambda: same(training)),
     ]  # fmt: skip
     for received, mistake in mistakes:
         with told(TypeError, received):
             mistake()
+    with told(tmg.errors.TfMultiGpuError, r"train=training\(\)"):
+        same(training)
     trained_with(functools.partial(lambda _, *three: mean_of(*three), None))
     trained_with(tf.function(mean_of, autograph=False))
     step(loss=lambda y_true, y_pred, more=None: keras.losses.mean_squared_error(y_true, y_pred))

@@ -23,6 +23,7 @@ from tfmultigpu.errors import (
 )
 from tfmultigpu.strategies import factory
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
+from tfmultigpu.strategies.process_state import process_state
 
 WITHOUT_A_GPU = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="needs a machine without a GPU"
@@ -31,6 +32,7 @@ WITHOUT_A_GPU = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    process_state.forget()  # The first strategy without a GPU says so.
     for name in ("TF_CONFIG", "TPU_NAME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -20,7 +20,7 @@ def test_without_a_limit_it_ends_somewhere() -> None:
 
 
 def test_what_cannot_be_called_is_not_tried() -> None:
-    with pytest.raises(TypeError, match="not callable"):
+    with pytest.raises(TypeError, match=r"called as try_batch\(size\)\. Received: try_batch=64"):
         tmg.find_batch_size(64)  # type: ignore[arg-type]
 
 

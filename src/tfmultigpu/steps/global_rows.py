@@ -18,6 +18,7 @@ from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, cast_all, count_rows
 from tfmultigpu.errors import LossError
+from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
@@ -99,9 +100,7 @@ def gather_rows(tensor: Tensor) -> Nested:
     if here is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)
     padded = list(map(functools.partial(_among_zeros, here), tensors))
-    if rows_of_step.get() is None:  # In a step all additions leave out what does not count.
-        padded = list(map(here.counted, padded))
-    with tf.name_scope(GATHERED):
+    with tf.name_scope(GATHERED), counting_once(here):
         added = all_reduce_sum(context, padded)
     gathered: list[Tensor] = []
     for every, rows_here in zip(added, tensors, strict=True):

@@ -45,16 +45,17 @@ def counting_once(rows: Rows) -> Iterator[None]:
         return (replaced_merge or type(context).merge_call.__get__(context))(*args, **kwargs)
 
     def all_reduce(reduce_op: object, value: Nested, options: object = None) -> Nested:
-        flat = list(map(_as_tensor, tf.nest.flatten(value)))
+        flat: list[Tensor] = tf.nest.flatten(value)
         if of_type(flat, tf.IndexedSlices):
             return tf.nest.pack_sequence_as(value, reduced(reduce_op, flat, options))
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def add(*tensors: Tensor) -> Tensor:
             added = reduced(reduce_op, list(map(tf.stop_gradient, tensors)), options)
-            return added, lambda *upstream: all_reduce(reduce_op, list(upstream), options)
+            # A list of rows, as tf.gather returns, would be added without a gradient of its own.
+            return added, lambda *upstream: all_reduce(reduce_op, _as_tensors(upstream), options)
 
-        return tf.nest.pack_sequence_as(value, add(*flat))
+        return tf.nest.pack_sequence_as(value, add(*_as_tensors(flat)))
 
     def reduced(reduce_op: object, tensors: list[Tensor], options: object) -> list[Tensor]:
         given = [_given(rows, reduce_op, tensor) for tensor in tensors]
@@ -81,8 +82,8 @@ def counting_once(rows: Rows) -> Iterator[None]:
         yield
 
 
-def _as_tensor(value: Tensor) -> Tensor:
-    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+def _as_tensors(values: Sequence[Tensor]) -> list[Tensor]:
+    return list(map(tf.convert_to_tensor, values))
 
 
 def _given(rows: Rows, reduce_op: object, value: Tensor) -> Tensor:
