@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,6 +171,52 @@ def test_every_batch_normalization_of_a_model_is_synchronized() -> None:
     model = network(3, layers.BatchNormalization())
     copy = keras.models.clone_model(tmg.synchronize_batch_norm(model))
     assert copy.layers[0].synchronized
+
+
+class Gathered(layers.Layer):
+    """Multiplies by what ``strategy.gather`` finds in all rows, and how many rows that are."""
+
+    def call(self, x: Any) -> Any:
+        every, context = tf.stop_gradient(x), tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            gather = lambda strategy, value: strategy.gather(value, axis=0)  # noqa: E731
+            every = context.merge_call(gather, args=(every,))
+        return x * tf.reduce_mean(every**2) * tf.cast(tf.shape(every)[0], x.dtype)
+
+
+# Fails if of a small batch every copy is gathered.
+def test_of_a_small_batch_strategy_gather_returns_one_copy() -> None:
+    def train(strategy: tf.distribute.Strategy) -> Any:
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = network(4, Gathered(), layers.Dense(1))
+            sgd = keras.optimizers.SGD(0.01)
+        step = tmg.make_train_step(model, sgd, "mse", strategy, verify=False)
+        return [step((X[:rows, :4], X[:rows, :1])) for rows in (5, 2, 1)], model.get_weights()
+
+    tmg.testing.assert_replica_invariant(train, replicas=3)
+
+
+# Fails if rows are those of the first batch, where another has others.
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_of_one_batch_are_not_those_of_another(compiled: bool) -> None:
+    strategy = strategy_of(2)
+
+    def first_row(*_: Any) -> Any:
+        return tmg.rows().first
+
+    def firsts(*batches: Any) -> list[int]:
+        def run(*iterators: Any) -> Any:
+            return strategy.run(first_row, args=tuple(map(next, iterators)))
+
+        each = [iter(tmg.distribute_dataset(batch, strategy, batch_size=99)) for batch in batches]
+        results = (tf.function(run) if compiled else run)(*each)
+        return [int(first) for first in strategy.experimental_local_results(results)]
+
+    assert firsts(X[:6], X[:6]) == [0, 3]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="zip the datasets before") as error:
+        firsts(X[:6], X[:4])
+    assert re.search(r"\[0 3 6\]\s*\[0 2 4\]", str(error.value))
 
 
 # Fails if a sum, a mean, or a gradient of either order is not that of TensorFlow, or if rows of an

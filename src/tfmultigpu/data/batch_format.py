@@ -35,6 +35,13 @@ NOT_ROWS = GraphMessage(
     "tmg.gather_rows((first, second)), or give k rows of each an axis of their own: "
     "tf.reshape(u, [rows, k, ...]).",
 )
+OTHER_ROWS = GraphMessage(
+    "rows and gather_rows are asked in a strategy.run that is called with batches of different "
+    "rows: they speak of one batch.",
+    "the offsets of the shards of the first batch, then of another {}",
+    "Give that strategy.run one batch: zip the datasets before they are distributed, "
+    "tmg.distribute_dataset(tf.data.Dataset.zip(first, second), strategy).",
+)
 
 
 def unpack_batch(batch: Shard) -> tuple[Shard, Shard, Shard]:

@@ -16,12 +16,12 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.accumulation.losses import rows_of_step
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, cast_all, count_rows
+from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, OTHER_ROWS, cast_all, count_rows
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
-from tfmultigpu.strategies.marked_runs import offsets_of_run
+from tfmultigpu.strategies.marked_runs import mark_of_run
 from tfmultigpu.types import Nested, Tensor, Untyped
 
 
@@ -125,17 +125,28 @@ def _rows_here() -> Rows | None:
     context = tf.distribute.get_replica_context()
     if here is not None or context is None:
         return here
-    offsets, whole = offsets_of_run(context.strategy)
+    offsets, whole, others = mark_of_run(context.strategy)
     if offsets is None and whole is not None:
         offsets = partition.shard_offsets(count_rows(whole), (1,))
     if offsets is None:
         return None
     number = context.replica_id_in_sync_group
     with tf.device("CPU:0"):
+        for other in others:
+            offsets = _if_alike(offsets, other)
         total, first = offsets[-1], offsets[number]
         count = partition.shard_bounds(offsets, number)[1] - first
         weight = partition.part_weight(partition.are_copies(offsets), number)
     return Rows(first, count, total, weight)
+
+
+def _if_alike(offsets: Tensor, other: Tensor) -> Tensor:
+    """Returns the offsets of a batch, if those of another batch are the same."""
+    same = tf.reduce_all(offsets == other)
+    data = [OTHER_ROWS.text, tf.stack([offsets, other])]
+    check = tf.raw_ops.Assert(condition=same, data=data, summarize=64)
+    with tf.control_dependencies([check]):
+        return tf.identity(offsets)
 
 
 def _known_rows(function: str) -> Rows:

@@ -138,7 +138,15 @@ def _merged(
         pairs = [(given(reduce_op, value), destination) for value, destination in pairs]
         return original(reduce_op, pairs, *args, **options)
 
+    def gather(original: Function, value: Nested, axis: int) -> Nested:
+        first = tf.nest.map_structure(
+            lambda one: strategy.experimental_local_results(one)[0], value
+        )
+        gathered = original(value, axis)
+        return tf.nest.map_structure(functools.partial(_first, rows, axis), first, gathered)
+
     with (
+        patching(strategy, "gather", gather),
         patching(strategy.extended, "reduce_to", reduce_to),
         patching(strategy.extended, "batch_reduce_to", batch_reduce_to),
     ):

@@ -29,18 +29,25 @@ OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigp
 _Result = TypeVar("_Result")
 
 
-class _Mark(NamedTuple):
-    """What is known of the batch that ``run`` was called with."""
+class Mark(NamedTuple):
+    """What is known of the batches that ``run`` is called with.
+
+    Attributes:
+        offsets: The offsets of all shards of the first batch; None if none is known.
+        whole: A tensor of it instead, if one replica has it all.
+        others: The offsets of the batches after it.
+    """
 
     offsets: tf.Tensor | None = None
     whole: tf.Tensor | None = None
+    others: tuple[tf.Tensor, ...] = ()
 
 
 class _Eager(threading.local):
     """The marks of the eager runs around this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.marks = [_Mark()]
+        self.marks = [Mark()]
 
 
 class _Running:
@@ -51,10 +58,10 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self.by_graph: dict[int, _Mark] = {}
+        self.by_graph: dict[int, Mark] = {}
         self.eager = _Eager()
 
-    def mark(self) -> _Mark:
+    def mark(self) -> Mark:
         """Returns the mark of the innermost ``run`` around the caller."""
         if not tf.inside_function():
             return self.eager.marks[-1]
@@ -63,16 +70,16 @@ class _Running:
             if id(graph) in self.by_graph:
                 return self.by_graph[id(graph)]
             graph = getattr(graph, "outer_graph", None)  # Of a loop, a branch or a tf.function.
-        return _Mark()
+        return Mark()
 
-    def begin(self, mark: _Mark) -> _Mark | None:
+    def begin(self, mark: Mark) -> Mark | None:
         """Begins a traced ``run``; returns the mark of the one around it in the same graph."""
         key = id(tf.compat.v1.get_default_graph())
         before = self.by_graph.get(key)
         self.by_graph[key] = mark
         return before
 
-    def end(self, before: _Mark | None) -> None:
+    def end(self, before: Mark | None) -> None:
         """Ends it."""
         key = id(tf.compat.v1.get_default_graph())
         if before is None:
@@ -80,7 +87,7 @@ class _Running:
         else:
             self.by_graph[key] = before
 
-    def telling(self, function: Callable[..., _Result], mark: _Mark) -> Callable[..., _Result]:
+    def telling(self, function: Callable[..., _Result], mark: Mark) -> Callable[..., _Result]:
         """Returns the function of an eager ``run``, which tells the mark to its thread."""
         # TensorFlow traces one of these for all replicas, and would not know it in a wrapper.
         if isinstance(function, tf.types.experimental.PolymorphicFunction):
@@ -104,16 +111,10 @@ def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
         strategy.run = types.MethodType(_run, strategy)
 
 
-def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-    """Returns the offsets of all shards of the batch that ``strategy.run`` is called with now.
-
-    If one replica has it all, returns a tensor of it instead, as the second of two values.
-    """
+def mark_of_run(strategy: tf.distribute.Strategy) -> Mark:
+    """Returns what is known of the batches that ``strategy.run`` is called with now."""
     running = attached(strategy).running
-    if running is None:
-        return None, None
-    mark: _Mark = running.mark()
-    return mark
+    return Mark() if running is None else running.mark()
 
 
 def _run(strategy: Untyped, function: Function, *args: object, **kwargs: object) -> Nested:
@@ -131,14 +132,16 @@ def _run(strategy: Untyped, function: Function, *args: object, **kwargs: object)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> _Mark | None:
+def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> Mark | None:
     """Returns the mark of a batch among the arguments of ``run``; None if there is none."""
     leaves = tf.nest.flatten(arguments)
     count = len(local_replicas(strategy))
-    fits, offsets, whole = True, None, None
-    for leaf in reversed(leaves):  # The first one with a mark counts.
-        offsets = getattr(leaf, OFFSETS, offsets)
-        if hasattr(leaf, WHOLE):
+    fits, whole = True, None
+    offsets: dict[int, tf.Tensor] = {}
+    for leaf in leaves:
+        if hasattr(leaf, OFFSETS):
+            offsets.setdefault(id(getattr(leaf, OFFSETS)), getattr(leaf, OFFSETS))
+        if whole is None and hasattr(leaf, WHOLE):
             whole = leaf
         if isinstance(leaf, tf.distribute.DistributedValues):
             shards = strategy.experimental_local_results(leaf)
@@ -158,6 +161,7 @@ def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> _Mark | No
             "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
             "variables).",
         )
-    if offsets is None and whole is None:
+    if not offsets and whole is None:
         return None
-    return _Mark(offsets, whole)
+    first, *others = offsets.values() or [None]
+    return Mark(first, whole, tuple(others))

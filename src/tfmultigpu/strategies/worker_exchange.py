@@ -65,19 +65,8 @@ class WorkerExchange:
             return np.concatenate([np.asarray(next_rows()) for _ in range(self._local)])
         spread = self.strategy.experimental_distribute_values_from_function
         with explaining_lost_workers():
-            value = spread(lambda _: tf.constant(next_rows()))
-            shape = tuple(self.strategy.experimental_local_results(value)[0].shape)
-            # Called as compiled: a worker that comes here in another context, as after an error,
-            # would trace it anew, with other numbers of collectives, and wait for ever.
-            gather = _gathers_of(self.strategy)
-            if shape not in gather:
-                function = tf.function(self._gathered, autograph=False)
-                gather[shape] = function.get_concrete_function(value)
-            gathered = gather[shape](value)
+            gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
         return np.asarray(gathered.numpy())
-
-    def _gathered(self, value: Untyped) -> Untyped:
-        return gather_rows(self.strategy, value)
 
     def together(self, purpose: str, function: Callable[[], _Result]) -> _Result:
         """Returns what a function returns here, if it ends without an error on all workers.
@@ -136,7 +125,6 @@ def digest_of(data: str | bytes) -> int:
     return int(hashlib.sha256(encoded).hexdigest()[:15], 16)
 
 
-@functools.cache
-def _gathers_of(strategy: tf.distribute.Strategy) -> dict[tuple[int, ...], Untyped]:
-    """Returns the compiled gatherings of a strategy, by the shape of what a worker gives."""
-    return {}
+@functools.cache  # Called eagerly, TensorFlow would trace each gathering anew.
+def _gather_of(strategy: tf.distribute.Strategy) -> Untyped:
+    return tf.function(lambda value: gather_rows(strategy, value), autograph=False)
