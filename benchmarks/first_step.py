@@ -2,15 +2,17 @@
 
 ``python benchmarks/first_step.py --network transformer --replicas 1 8`` prints a line for each
 contender, each in a process of its own: the loop by hand, ours with a trace for each replica, ours
-as it is without the check of the first step, and with it. CPU seconds are compared, because
-programs beside it slow the clock more than the processor. The peaks are those of the process in the
-first step and in those after it, above what it had before; ask for ``--network activations
-parameters``, in which these dominate, in a run of their own.
+as it is without the check of the first step, and with it. ``--built`` gives an optimizer that was
+built before, as by an earlier ``fit``, and ``--dropout`` a transformer that draws. CPU seconds are
+compared, because programs beside it slow the clock more than the processor. The peaks are those of
+the process in the first step and in those after it, above what it had before; ask for ``--network
+activations parameters``, in which these dominate, in a run of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -33,6 +35,8 @@ def main() -> None:
     parser.add_argument("--network", nargs="+", default=["transformer", "resnet50", "mlp"])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--built", action="store_true", help="the optimizer was built before")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of each block")
     asked = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if set(asked.network) <= set(OF_MEMORY):
@@ -40,17 +44,28 @@ def main() -> None:
         os.environ.update(TF_ENABLE_ONEDNN_OPTS="0", MALLOC_MMAP_THRESHOLD_=str(2**18))
     for case in itertools.product(asked.network, asked.replicas, asked.only):
         with get_context("spawn").Pool(1) as pool:
-            print(json.dumps(pool.apply(measure, case)), flush=True)
+            found = pool.apply(measure, (*case, asked.built, asked.dropout))
+            print(json.dumps(found), flush=True)
 
 
-def measure(network: str, replicas: int, who: str) -> dict[str, Any]:
+def measure(
+    network: str, replicas: int, who: str, built: bool = False, dropout: float = 0.0
+) -> dict[str, Any]:
     """Returns seconds and CPU seconds of the first step, milliseconds of others, and the peak."""
+    import keras
+
     import tfmultigpu as tmg
 
     if replicas > 1:
         tmg.split_device("CPU:0", parts=replicas)
     strategy = tmg.create_strategy(devices=replicas)
-    step, batch = _by_hand(network, strategy) if who == "by hand" else _ours(network, strategy, who)
+    with strategy.scope():
+        model, optimizer = build(network, dropout), keras.optimizers.Adam()
+        if built or who == "by hand":
+            optimizer.build(model.trainable_variables)
+    make = _by_hand if who == "by hand" else functools.partial(_ours, who=who)
+    step = make(model, optimizer, strategy)
+    batch = _batch(network) if who != "by hand" else _distributed(network, strategy)
     before = _peak_mib()
     began, processor = time.perf_counter(), time.process_time()
     step(batch)
@@ -79,7 +94,7 @@ def _peak_mib() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
 
-def build(network: str) -> Any:
+def build(network: str, dropout: float = 0.0) -> Any:
     """Returns one of the models."""
     import keras
 
@@ -102,8 +117,10 @@ def build(network: str) -> Any:
     ids = keras.Input((16,), dtype="int32")
     x = layers.Embedding(100, 64)(ids)
     for _ in range(LAYERS):
-        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 16)(x, x))
-        x = layers.LayerNormalization()(x + layers.Dense(64)(layers.Dense(128, "gelu")(x)))
+        attended = layers.Dropout(dropout)(layers.MultiHeadAttention(4, 16, dropout=dropout)(x, x))
+        x = layers.LayerNormalization()(x + attended)
+        transformed = layers.Dense(64)(layers.Dense(128, "gelu")(x))
+        x = layers.LayerNormalization()(x + layers.Dropout(dropout)(transformed))
     return keras.Model(ids, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
@@ -117,13 +134,11 @@ def _batch(network: str) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=shape).astype("float32"), labels
 
 
-def _ours(network: str, strategy: Any, who: str) -> tuple[Any, Any]:
+def _ours(model: Any, optimizer: Any, strategy: Any, who: str) -> Any:
     import keras
 
     import tfmultigpu as tmg
 
-    with strategy.scope():
-        model, optimizer = build(network), keras.optimizers.Adam()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     class ForEach(tmg.steps.Feature):
@@ -135,16 +150,11 @@ def _ours(network: str, strategy: Any, who: str) -> tuple[Any, Any]:
     features = [ForEach()] if who == "for each" else []
     verify = "first" if who == "checked" else False
     step = tmg.make_train_step(model, optimizer, loss, strategy, verify=verify, features=features)
-    return lambda batch: float(step(batch)["loss"]), _batch(network)
+    return lambda batch: float(step(batch)["loss"])
 
 
-def _by_hand(network: str, strategy: Any) -> tuple[Any, Any]:
-    import keras
+def _by_hand(model: Any, optimizer: Any, strategy: Any) -> Any:
     import tensorflow as tf
-
-    with strategy.scope():
-        model, optimizer = build(network), keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
 
     def replica(batch: Any) -> Any:
         x, labels = batch
@@ -161,9 +171,14 @@ def _by_hand(network: str, strategy: Any) -> tuple[Any, Any]:
         losses = strategy.run(replica, args=(batch,))
         return strategy.reduce("SUM", losses, axis=None)
 
+    return lambda batch: float(step(batch))
+
+
+def _distributed(network: str, strategy: Any) -> Any:
+    import tensorflow as tf
+
     dataset = tf.data.Dataset.from_tensors(_batch(network)).repeat()
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
-    return lambda batch: float(step(batch)), next(batches)
+    return next(iter(strategy.experimental_distribute_dataset(dataset)))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,10 @@ from tfmultigpu.accumulation.table_rows import (
 )
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import pick
+from tfmultigpu.strategies.called_by_all import call_on_replica
 from tfmultigpu.strategies.collectives import (
     adds_lists,
+    replicas_share_memory,
     sum_on_devices,
     sum_over_replicas,
     sum_over_workers,
@@ -45,6 +47,7 @@ from tfmultigpu.types import Context, KerasOptimizer, KerasVariable, Scalar
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
+PAYS_FROM_VARIABLES = 30  # From which the first replica traces an update for all.
 _CLIPS = ["clipnorm", "global_clipnorm", "clipvalue"]
 
 
@@ -142,17 +145,61 @@ class Replicated:
         before = [*after, *tf.nest.flatten(parts, expand_composites=True)]
 
         def apply() -> None:
-            with _compat.waiting_for(before), self.updating():
-                for part in parts_of(self.optimizer):
-                    known = {id(variable) for variable in _compat.optimizer_trains(part)}
-                    pairs = zip(gradients, variables, strict=True)
-                    own = [pair for pair in pairs if part is self.optimizer or id(pair[1]) in known]
-                    if own:
-                        self._apply(part, *map(list, zip(*own, strict=True)))
-                if gradients and self.optimizer not in parts_of(self.optimizer):
-                    self.optimizer.iterations.assign_add(1)
+            for part in parts_of(self.optimizer):
+                known = {id(variable) for variable in _compat.optimizer_trains(part)}
+                pairs = zip(gradients, variables, strict=True)
+                own = [pair for pair in pairs if part is self.optimizer or id(pair[1]) in known]
+                if own:
+                    self._apply(part, *map(list, zip(*own, strict=True)))
+            if gradients and self.optimizer not in parts_of(self.optimizer):
+                self.optimizer.iterations.assign_add(1)
 
-        outside_scopes(apply)
+        def update() -> None:
+            with _compat.waiting_for(before), self.updating():
+                if self._traces_once(parts, variables):
+                    self._call_on_all(apply)
+                else:
+                    apply()
+
+        outside_scopes(update)
+
+    def _traces_once(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> bool:
+        """Returns whether the first replica traces the update for all of them.
+
+        They differ in their copies of the variables alone, if the gradients exist once. A small
+        update gains nothing, and a call costs each replica of it some 0.1 ms.
+        """
+        if not tf.inside_function() or not replicas_share_memory(self.strategy):
+            return False
+        if len(gradients) > len(variables) or len(variables) < PAYS_FROM_VARIABLES:
+            return False
+        replicas = self.strategy.num_replicas_in_sync
+        held = [*variables, *self.optimizer.variables]
+        return all(len(self._local(tf_variable(variable))) == replicas > 1 for variable in held)
+
+    def _call_on_all(self, apply: Callable[[], None]) -> None:
+        """Traces an update of the first replica, and calls it on each."""
+
+        def update(
+            original: Any,
+            variable: KerasVariable,
+            function: Any,
+            args: Any = (),
+            kwargs: Any = None,
+            group: bool = True,
+        ) -> Any:
+            first = functools.partial(tf.nest.map_structure, lambda value: self._local(value)[0])
+            return function(first(variable), *first(args), **first(kwargs or {}))
+
+        def run() -> None:
+            with patching(self.strategy.extended, "update", update):
+                apply()
+
+        traced: Any = tf.function(run, autograph=False, **_compat.called_as_whole())
+        function = traced.get_concrete_function()
+        for number, device in enumerate(self.strategy.extended.worker_devices):
+            with tf.device(device):
+                call_on_replica(self.strategy, function, number)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

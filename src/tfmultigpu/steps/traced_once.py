@@ -1,9 +1,8 @@
 """The function of a replica, traced for the first one and called by all.
 
 TensorFlow traces, optimizes and prepares what ``strategy.run`` runs once for each replica, although
-replicas differ in their rows, their variables and their device alone. Rows are arguments; variables
-are resources, which a trace takes in as arguments too; and a function that is called, not inlined,
-runs on the device of its caller. So one trace serves all, and each replica gives its own::
+replicas differ in their rows, their variables and their device alone. So one trace serves all
+(``strategies/called_by_all``), and each replica gives its own::
 
     first replica:  function = trace of replica(shard, rows, ...)
     each replica:   function(own shard, own rows, ..., own copies of the variables)
@@ -31,6 +30,7 @@ from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
+from tfmultigpu.strategies.called_by_all import call, call_on_replica
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import is_sharded, local_replicas
@@ -114,8 +114,8 @@ class TracedOnce:
             trace.functions.append(self._function)
         context: Any = tf.distribute.get_replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group)
-        captured = [self._own(tensor, number) for tensor in self._function.captured_inputs]
-        return _call(self._function, args, captured)
+        outputs = call_on_replica(self._strategy, self._function, number, tensors_in(args))
+        return packed(self._function.structured_outputs, outputs)
 
     def _traced(self, trace: Trace) -> Any:
         """Returns the concrete function."""
@@ -162,16 +162,6 @@ class TracedOnce:
         self.why_each = why
         raise NeedsEachError(why)
 
-    def _own(self, tensor: Any, number: int) -> Any:
-        """Returns what a replica has where the trace of the first one captured a tensor."""
-        variable = _compat.variable_of_handle(tensor)
-        if variable is None:
-            return tensor
-        copy = self._strategy.experimental_local_results(variable)[number]
-        graph: Any = tf.compat.v1.get_default_graph()
-        graph.watch_variable(copy)  # As a read would.
-        return copy.handle
-
 
 def _asked_by_us() -> bool:
     """Returns whether it is code of this package that asks how many replicas there are."""
@@ -205,7 +195,8 @@ def call_on_one_device(known: Trace, shards: Shards) -> Any:
     graph: Any = tf.compat.v1.get_default_graph()
     for variable in function.variables:
         graph.watch_variable(variable)  # As a read would.
-    return _call(function, args, function.captured_inputs)
+    outputs = call(function, tensors_in(args), function.captured_inputs)
+    return packed(function.structured_outputs, outputs)
 
 
 def _fit(args: Any, specs: Any) -> bool:
@@ -225,15 +216,6 @@ def _fit(args: Any, specs: Any) -> bool:
         if spec is not None and not spec.is_compatible_with(tensor):
             return False
     return True
-
-
-def _call(function: Any, args: Any, captured: Sequence[Any]) -> Any:
-    outputs = tf.raw_ops.StatefulPartitionedCall(
-        args=[*tensors_in(args), *captured],
-        Tout=[tensor.dtype for tensor in function.outputs],
-        f=function,
-    )
-    return packed(function.structured_outputs, outputs)
 
 
 def _specs_of(shards: Shards) -> tuple[Any, ...]:

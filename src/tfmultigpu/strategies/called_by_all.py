@@ -1,0 +1,55 @@
+"""Calling on each replica a function that was traced for the first one.
+
+A trace takes in variables as resources, which are arguments of each call: each replica gives its
+copies. A function that is called, not inlined, runs on the device of its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.types import ConcreteFunction, Graph, Tensor
+
+
+def call_on_replica(
+    strategy: tf.distribute.Strategy,
+    function: ConcreteFunction,
+    number: int,
+    tensors: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Calls a function of the first replica with the copies of the variables of another one.
+
+    Args:
+        strategy: The strategy.
+        function: What was traced for the first replica, with ``_compat.called_as_whole()``.
+        number: The number of the replica among those of this process.
+        tensors: The arguments of the function.
+
+    Returns:
+        The outputs, in the order of ``function.outputs``.
+    """
+    graph: Graph = tf.compat.v1.get_default_graph()
+    captured: list[Tensor] = []
+    for tensor in function.captured_inputs:
+        variable = _compat.variable_of_handle(tensor)
+        if variable is not None:
+            copy = strategy.experimental_local_results(variable)[number]
+            graph.watch_variable(copy)  # As a read would.
+            tensor = copy.handle
+        captured.append(tensor)
+    return call(function, tensors, captured)
+
+
+def call(
+    function: ConcreteFunction, tensors: Sequence[Tensor], captured: Sequence[Tensor]
+) -> list[Tensor]:
+    """Calls a function with other captured tensors than those of its trace."""
+    outputs: list[Tensor] = tf.raw_ops.StatefulPartitionedCall(
+        args=[*tensors, *captured],
+        Tout=[tensor.dtype for tensor in function.outputs],
+        f=function,
+    )
+    return outputs
