@@ -39,13 +39,13 @@ PROGRAMS = (
     broken(
         "a step of a chain keeps what it was last traced for",
         "        self.settle(lambda: spec_of(batch))\n        return",
-        "        if self.traces.key is None:\n            self.settle(lambda: spec_of(batch))\n        return",
+        "        if self.programs.key is None:\n            self.settle(lambda: spec_of(batch))\n        return",
         "test_programs.py::test_a_chain_trains_what_is_trained_now",
     ),
     broken(
         "the check counts what it has seen",
         "        if key not in self._keys:  #",
-        "        if len(self._step.runner.traces) > len(self._keys):  #",
+        "        if len(self._step.runner.programs) > len(self._keys):  #",
         "test_programs.py::test_what_changed_is_compared_after_a_change_of_a_setting",
     ),
 )

@@ -112,7 +112,7 @@ def entered() -> dict[str, tuple[set[str], set[str]]]:
     # The check of a first step, in its two parts.
     shards, offsets = cut_batch(strategy, (X, Y))
     leaves = [tf.nest.flatten(shard) for shard in shards]
-    program, _ = trained.runner.function.program_for((X, Y), leaves, offsets)
+    program, _ = trained.runner.programs.of_batch(((X, Y), leaves, offsets))
 
     def on_one_device() -> Any:
         device = OneDevice(trained, tf.identity, by_itself=True)

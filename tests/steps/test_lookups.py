@@ -34,8 +34,7 @@ def as_large_as_the_table(step: Any) -> Iterator[str]:
 
     Keras asks for the shape of a table, for which TensorFlow does not read it.
     """
-    function = step.runner.function
-    program, _ = function.program_for(BATCH, *function.parts_of(BATCH))
+    program, _ = step.runner.programs.of_batch(step.runner.batches.read(BATCH))
     for operation in program.run.graph.get_operations():
         for tensor in operation.outputs:
             is_large = tensor.shape.rank and tensor.shape[0] == IDS

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import trace_cache
+from tfmultigpu.steps import program
 
 L = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
@@ -83,8 +83,8 @@ def test_programs_with_other_settings_are_let_go(chained: bool) -> None:
         step((X, X))
         if chained:
             part((X, X))
-            assert len(part.runner.traces) == 1
-        assert len(step.runner.traces) == 1
+            assert len(part.runner.programs) == 1
+        assert len(step.runner.programs) == 1
         counts.append(graphs())
     assert counts[2] <= counts[0]
 
@@ -96,7 +96,7 @@ def test_programs_of_variables_that_are_gone_are_let_go() -> None:
     for _ in range(3):
         for step in steps:
             step((X, X))
-            assert len(step.runner.traces) == 1
+            assert len(step.runner.programs) == 1
         model.pop()
         model.add(L.Dense(3))
     np.testing.assert_allclose(steps[0]((X, X)), model(X), rtol=1e-5)
@@ -104,13 +104,13 @@ def test_programs_of_variables_that_are_gone_are_let_go() -> None:
 
 # Fails if who trains one layer after another keeps the program of each.
 def test_a_step_keeps_programs_of_a_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_cache, "MOST", 2)
+    monkeypatch.setattr(program, "MOST", 2)
     layers = [L.Dense(3) for _ in range(3)]
     step = dense_step(*layers)
     for layer in layers:
         step((X, X))
         layer.trainable = False
-        assert len(step.runner.traces) <= 2
+        assert len(step.runner.programs) <= 2
     layers[-1].trainable = True
     kernel = layers[-1].kernel.numpy()
     step((X, X))
@@ -134,11 +134,10 @@ def test_no_graph_stays_with_the_optimizer_of_a_table() -> None:
 
 def reads_of(step: Any, batch: Any, rows: int) -> list[str]:
     """The operations of a step that give a tensor with as many rows as a table has."""
-    function = step.runner.function
-    program, _ = function.program_for(batch, *function.parts_of(batch))
+    compiled, _ = step.runner.programs.of_batch(step.runner.batches.read(batch))
     return [
         operation.name
-        for operation in program.run.graph.get_operations()
+        for operation in compiled.run.graph.get_operations()
         for tensor in operation.outputs
         if tensor.dtype != tf.resource and tensor.shape.rank and tensor.shape[0] == rows
         and not {user.type for user in tensor.consumers()} <= {"Shape"}
@@ -166,7 +165,7 @@ def test_who_reads_a_table_is_traced_anew_once_rows_are_written() -> None:
     for step in readers:
         step(batch)
         assert not reads_of(step, batch, rows)
-        assert len(step.runner.traces) == 1
+        assert len(step.runner.programs) == 1
 
 
 class Chooses(keras.Model):
@@ -198,7 +197,7 @@ def test_a_model_may_say_what_is_trained() -> None:
         step((X, X))
         assert np.any(moves.numpy() != before)
         np.testing.assert_array_equal(stays.numpy(), still)
-    assert len(step.runner.traces) == 2
+    assert len(step.runner.programs) == 2
 
 
 # Fails if a step goes on with the trace of a layer beside the model that is frozen, or computes in

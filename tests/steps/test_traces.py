@@ -13,7 +13,9 @@ from law.pair import Row, dataset_of
 
 import tfmultigpu as tmg
 from tfmultigpu.steps import batches as batches_module, call_lengths, runner
-from tfmultigpu.steps.batches import BatchFunction
+from tfmultigpu.steps.batches import BatchReader
+from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.program import Programs
 
 
 def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
@@ -25,8 +27,15 @@ def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
         shapes.append([tuple(leaf.shape) for leaf in leaves])
         return tf.add_n([tf.reduce_sum(leaf) for leaf in leaves])
 
-    function = BatchFunction(total, tf.distribute.get_strategy())
-    return shapes, [float(function(batch)) for batch in batches]
+    alone = tf.distribute.get_strategy()
+    reader = BatchReader(alone)
+    programs = Programs(reader, (), total)
+    sums: list[float] = []
+    for batch in batches:
+        with explaining_failures(alone):
+            program, tensors = programs.of_batch(reader.read(batch))
+            sums.append(float(program.run(*tensors)))
+    return shapes, sums
 
 
 def test_the_first_number_of_rows_is_kept_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +73,7 @@ def test_a_step_that_takes_long_has_no_loop(
     at_the_end = pair.step.run(iterator, 9)
     assert int(at_the_end["steps"]) == 0
     assert at_the_end.keys() == logs[0].keys()
-    compiled = [loop for loop in pair.step.runner.traces.now.loops if loop.program]
+    compiled = [loop for loop in pair.step.runner.programs.now.loops if loop.program]
     assert len(compiled) == loops
     pair.reset()
     for shards in dataset_of(lambda: batches, batches[0]):
@@ -101,7 +110,7 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
     for ours, theirs in zip(cut_values, values, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert len(next(iterator)[0]["x"]) == sizes[12 % 5]
-    assert len(step.runner.traces.now.loops) == 1
+    assert len(step.runner.programs.now.loops) == 1
     # Where the data ends in the middle of a call, nothing more is asked for.
     asked.clear()
     assert int(cut(iter([9]), iter(passes), 100)[0]["steps"]) == 5

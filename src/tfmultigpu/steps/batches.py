@@ -1,35 +1,36 @@
-"""Functions of global batches, compiled once per kind of batch: whole ones, or cut already."""
+"""What a step is called with: global batches, whole or cut already, their kinds, and iterators."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.arguments import brief
-from tfmultigpu.data import partition
+from tfmultigpu.data import ShardIterator, partition
 from tfmultigpu.data.batch_format import (
     any_rows,
     check_rows_agree,
     count_rows,
+    structure_of,
     tensors_of,
     with_dependencies,
 )
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
-from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.program import Program
-from tfmultigpu.steps.slow import saying_if_slow
-from tfmultigpu.steps.values import Batch, Shards, Trace
-from tfmultigpu.strategies.topology import is_one_process, local_replicas
+from tfmultigpu.steps.values import Batch, Shards
+from tfmultigpu.strategies.topology import describe, is_one_process, local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import BatchSpec, Graph, Shard, Tensor
+from tfmultigpu.types import BatchSpec, Nested, Scalar, Shard, Tensor
 
 _Result = TypeVar("_Result")
+# Of an element of data to shards and offsets.
+Split = Callable[[Any], tuple[list[Nested], Tensor]]
 
 # Tests and benchmarks hold both ways to one device, without a GPU.
 _forced: bool | None = None
@@ -47,51 +48,56 @@ def knows_rows_by_size(strategy: tf.distribute.Strategy) -> bool:
     return is_one_process(strategy) and bool(tf.config.list_logical_devices("GPU"))
 
 
-class BatchFunction:
-    """A function of shards, compiled once per kind of batch whatever the number of rows.
-
-    Called with a batch, it works out whether that is a whole global batch or one already cut, and
-    runs ``function(shards)`` as a ``tf.function`` with the number of rows left open. Inside another
-    ``tf.function`` it runs as part of that.
-
-    The first number of rows is known to the function, if data always has it, or on a GPU. All
-    others share a second one::
-
-        one replica:        a trace for that number of rows, and one for any
-        several replicas:   a trace for any number, called by a function of that number of rows,
-                            which TensorFlow's optimizer puts in place of the shapes
+class BatchKind(NamedTuple):
+    """What tells batches apart, of which each kind has a program.
 
     Attributes:
-        function: From ``Shards`` to a nested structure of tensors; it notes in a ``Trace`` what it
-            finds.
-        strategy: The strategy the shards are for.
-        programs: What it has compiled, by kind of batch.
+        structure: The structure, and whether it is a whole batch.
+        leaves: The dtype and the shape of each tensor; without rows, where their number is open.
+        knows_rows: Whether the number of rows may be known to the program.
+        fixed: The offsets that each batch has, if they are known to the program as well.
     """
 
-    def __init__(
-        self, function: Callable[[Shards, Trace], Any], strategy: tf.distribute.Strategy
-    ) -> None:
-        self.function, self.strategy = function, strategy
+    structure: Hashable
+    leaves: tuple[Any, ...]
+    knows_rows: bool
+    fixed: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopKind:
+    """What one compiled loop serves.
+
+    Attributes:
+        source: The type spec of TensorFlow's iterator.
+        elements: What tells its elements apart: how they were cut, or their structure.
+        never_ends: Whether the data has no end.
+        logs_last: Whether all logs of the last step are computed.
+        inside: Whether it is part of a ``tf.function`` of the user.
+    """
+
+    source: BatchSpec
+    elements: Any
+    never_ends: bool
+    logs_last: bool
+    inside: bool
+
+
+class BatchReader:
+    """Reads what a step is called with: a batch, or an iterator.
+
+    Attributes:
+        strategy: The strategy of the step.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
         self._local = local_replicas(strategy)
         self._alone = strategy.num_replicas_in_sync == 1
         self._keeps_rows = knows_rows_by_size(strategy)
-        self._kept: set[Hashable] = set()  # Of which structures one number of rows is known.
-        self.programs: dict[Hashable, Program] = {}  # Cheaper than asking tf.function.
-        self._functions: dict[Any, Any] = {}  # By structure of the batch.
-        self._traces: dict[Graph, Trace] = {}  # Several kinds of batches may share a function.
 
-    def __call__(self, batch: Shard) -> Any:
-        """Runs the function on a batch."""
-        local, offsets = self.parts_of(batch)
-        if tf.inside_function():
-            packed = [tf.nest.pack_sequence_as(batch, leaves) for leaves in local]
-            return self._call(packed, offsets, Trace(inside=True))
-        with self.explaining(batch, local, offsets):
-            program, tensors = self.program_for(batch, local, offsets)
-            return program.run(*tensors)
-
-    def parts_of(self, batch: Shard) -> tuple[list[list[Any]], Any]:
-        """Returns the leaves of each local shard, and their offsets.
+    def read(self, batch: Shard) -> Batch:
+        """Returns a batch with the leaves of each local shard, and their offsets.
 
         A whole batch is one list of leaves, without offsets: it is cut in the compiled function.
         """
@@ -100,97 +106,58 @@ class BatchFunction:
         if all(leaf is None for leaf in leaves):
             count_rows(batch)  # Raises.
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            return [_tensors(leaves)], None
+            return batch, [_tensors(leaves)], None
         leaves, offsets, checks = with_whole_shards(leaves)
         nothing = [None] * len(self._local)
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
         local = with_dependencies(checks, local) if checks else local
-        return local, self._foreign_offsets(local) if offsets is None else offsets
+        return batch, local, self._foreign_offsets(local) if offsets is None else offsets
 
-    def program_for(
-        self, structure: Shard, local: list[list[Any]], offsets: Any
-    ) -> tuple[Program, list[Tensor]]:
-        """Returns the program for what ``parts_of`` returns, and its arguments."""
+    def kind_of(self, batch: Batch) -> BatchKind:
+        """Returns the kind of a batch."""
+        structure, local, offsets = batch
         leaves = [leaf for shard in local for leaf in shard]
         fixed = partition.fixed_offsets(leaves[0])
         keeps = self._keeps_rows or (self._alone and fixed is not None)
-        kinds = [_kind(leaf, 0 if keeps else 1) for leaf in leaves]
-        key = _structure_key(structure), offsets is None, tuple(kinds), keeps and fixed
-        if (program := self.programs.get(key)) is None:
-            keeps = keeps and key[:2] not in self._kept
-            program = self._find(key[:2], structure, local, offsets, keeps=keeps)
-            self.programs[key] = program
-            if keeps:
-                self._kept.add(key[:2])
-        present = [leaf for leaf in leaves if leaf is not None]
-        return program, present if offsets is None else [*present, offsets]
+        kinds = tuple([_kind(leaf, 0 if keeps else 1) for leaf in leaves])
+        is_whole = offsets is None
+        if is_whole or not keeps:
+            fixed = None
+        return BatchKind((_structure_key(structure), is_whole), kinds, keeps, fixed)
 
-    def explaining(
-        self, structure: Shard, local: list[list[Any]], offsets: Any
-    ) -> AbstractContextManager[None]:
-        """Returns the context in which a program runs on what ``parts_of`` returns."""
-        return explaining_failures(
-            self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
-        )
-
-    def _call(self, packed: list[Any], offsets: Any, trace: Trace) -> Any:
-        local = packed
-        if offsets is None:
-            local, offsets = cut_batch(self.strategy, packed[0])
-
-        def compute(shards: Shards) -> Any:
-            return self.function(shards, trace)
-
-        return on_shards(compute, self.strategy, local, offsets)
-
-    def _find(
-        self, key: Any, structure: Shard, local: list[list[Tensor]], offsets: Tensor, *, keeps: bool
-    ) -> Program:
-        """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
-        whole = offsets is None
-        function = self._functions.get(key) or self._compile(structure, len(local), whole=whole)
-        leaves = [leaf for shard in local for leaf in shard if leaf is not None]
-        known = [_spec_of(leaf) for leaf in leaves]
-        specs = known if keeps and self._alone else [any_rows(leaf) for leaf in leaves]
-        if offsets is not None:
-            places = tf.TensorSpec(offsets.shape, offsets.dtype)
-            specs, known = [*specs, places], [*known, places]
-        replicas = self.strategy.num_replicas_in_sync
-        with saying_if_slow(
-            f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
-        ):
-            concrete = function.get_concrete_function(*specs)
-        self._functions[key] = function  # TensorFlow cannot trace again what failed at first.
-        trace = self._traces[concrete.graph]
-        if not keeps or self._alone:
-            return Program(concrete, trace)
-        fixed = partition.fixed_offsets(leaves[0])
-
-        def around(*tensors: Tensor) -> Tensor:
-            if fixed is None or whole:
-                return concrete(*tensors)
-            with tf.device("CPU:0"):
-                places = tf.constant(fixed, tf.int64)
-            return concrete(*tensors[:-1], places)
-
-        run: Any = tf.function(around, autograph=False)
-        return Program(run.get_concrete_function(*known), trace)
-
-    def _compile(self, structure: Shard, copies: int, *, whole: bool) -> Any:
-        absent = [leaf is None for leaf in tf.nest.flatten(structure)]
-        skeleton = tf.nest.map_structure(lambda _: None, structure)  # Keeps no tensor alive.
-
-        def function(*tensors: Any) -> Any:
-            turn = iter(tensors)
-            packed = [
-                tf.nest.pack_sequence_as(skeleton, [None if no else next(turn) for no in absent])
-                for _ in range(copies)
-            ]
-            trace = self._traces[tf.compat.v1.get_default_graph()] = Trace()
-            return self._call(packed, None if whole else next(turn), trace)
-
-        return tf.function(function, autograph=False, reduce_retracing=True)
+    def open(self, iterator: Any, *, logs_last: bool) -> tuple[Any, Split, BatchSpec, LoopKind]:
+        """Returns TensorFlow's iterator, what cuts its elements, the specs of one, and its kind."""
+        check_called_from(self.strategy)
+        if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
+            what = "step.run takes an iterator, which remembers where it is."
+            if isinstance(iterator, tf.distribute.DistributedIterator):
+                what = (
+                    "step.run reads the batches of tmg.distribute_dataset, and this iterator is "
+                    "TensorFlow's own: it does not know how many rows a global batch has."
+                )
+            raise DataError(
+                what,
+                type(iterator).__name__,
+                "Write iterator = iter(tmg.distribute_dataset(dataset, strategy)), then "
+                "step.run(iterator, steps).",
+            )
+        split: Split
+        elements: Any
+        if isinstance(iterator, ShardIterator):
+            source, cut, never_ends = iterator.source, iterator.cut, iterator.never_ends
+            if cut.strategy is not self.strategy:
+                raise DataError(
+                    "The data was distributed for another strategy than the step was made for.",
+                    f"data for {describe(cut.strategy)}; a step for {describe(self.strategy)}",
+                    "Write tmg.distribute_dataset(dataset, step.strategy).",
+                )
+            split, elements, spec = cut.split, cut, cut.element_spec
+        else:
+            source, never_ends, spec = iterator, False, iterator.element_spec
+            split, elements = functools.partial(cut_batch, self.strategy), structure_of(spec)
+        of_source, inside = tf.type_spec_from_value(source), tf.inside_function()
+        return source, split, spec, LoopKind(of_source, elements, never_ends, logs_last, inside)
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -226,6 +193,18 @@ class BatchFunction:
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
 
 
+def batch_of(element: Any, split: Split) -> Batch:
+    """Returns an element of data as a batch."""
+    local, offsets = split(element)
+    return local[0], [tf.nest.flatten(shard) for shard in local], offsets
+
+
+def rows_of(batch: Batch) -> Scalar:
+    """Returns the number of rows of a batch."""
+    _, local, offsets = batch
+    return count_rows(local[0]) if offsets is None else offsets[-1]
+
+
 def spec_of(batch: Batch) -> BatchSpec:
     """Returns the type specs of a batch, with its number of rows left open."""
     structure, local, _ = batch
@@ -254,11 +233,13 @@ def on_shards(
     local: list[Shard],
     offsets: Tensor,
 ) -> _Result:
-    """Runs a function of shards in a graph.
+    """Runs a function of shards in a graph; without offsets on one whole batch, which it cuts.
 
     For several replicas it is traced for any number of rows. Where the number is known, and to know
     it pays, TensorFlow puts the trace into this graph, and then computes no shape when it runs.
     """
+    if offsets is None:
+        local, offsets = cut_batch(strategy, local[0])
     leaves = tf.nest.flatten(local)
     is_known = any(leaf is not None and leaf.shape.rank and leaf.shape[0] for leaf in leaves)
     if strategy.num_replicas_in_sync == 1 or not is_known or not knows_rows_by_size(strategy):
@@ -329,7 +310,7 @@ def _tensors(leaves: list[Any]) -> list[Any]:
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
 
-def _spec_of(leaf: Tensor) -> BatchSpec:
+def known_spec(leaf: Tensor) -> BatchSpec:
     """Returns the type spec of a tensor, with its number of rows if that is one of its shape."""
     return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 

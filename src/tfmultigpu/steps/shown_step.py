@@ -33,7 +33,7 @@ def shown_step(
     """
     kind = type(step).__name__
     status = "not called yet" if step.verification is None else _OUTCOMES[step.verification.outcome]
-    if step.verification is None and len(step.runner.traces):
+    if step.verification is None and len(step.runner.programs):
         status = "not compared with one device"
     return f"<{kind} of {model!r}: {', '.join([*does, describe(strategy)])}; {status}>"
 

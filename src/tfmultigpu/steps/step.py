@@ -70,7 +70,7 @@ class ModelStep(Step):
     @property
     def why_each(self) -> str:
         """Why a function is traced for each replica, of all that is compiled now; "" if none is."""
-        programs = self.runner.traces.now.programs
+        programs = self.runner.programs.now.programs
         return "; ".join(filter(None, dict.fromkeys(each.trace.why_each for each in programs)))
 
     def key(self) -> Key | None:

@@ -255,6 +255,22 @@ def widest(tensors: Iterable[Tensor]) -> tf.DType:
 Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.
 
 
+def vectors_of(tallies: Tallies) -> tuple[Tensor, ...]:
+    """Returns the tensors of tallies, which compiled functions take and return."""
+    return tuple(vector for tally in tallies.values() for vector in tally[1:])
+
+
+def tallies_of(layouts: Mapping[str, Layout], vectors: Sequence[Tensor]) -> Tallies:
+    """Returns the tallies to which vectors belong, by what their numbers are."""
+    turn = iter(vectors)
+    return {name: Tally(layout, next(turn), next(turn)) for name, layout in layouts.items()}
+
+
+def layouts_of(tallies: Tallies) -> dict[str, Layout]:
+    """Returns what the numbers of each tally are, as far as it is known."""
+    return {name: tally.layout for name, tally in tallies.items() if tally.layout}
+
+
 def add(tallies: Tallies, others: Tallies) -> Tallies:
     """Adds the tallies of several steps, each to the tally of the same name."""
     if not tallies:

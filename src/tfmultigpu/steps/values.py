@@ -23,7 +23,7 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.assignments import DeferredAssignments
-from tfmultigpu.steps.tally import Layout, Tallies
+from tfmultigpu.steps.tally import Layout, Tallies, layouts_of
 from tfmultigpu.strategies.row_lists import is_list, with_values
 from tfmultigpu.types import ConcreteFunction, KerasLayer, KerasVariable, Nested, Scalar, Tensor
 
@@ -238,7 +238,7 @@ class Trace:
 
     def note_layouts(self, tallies: Tallies) -> None:
         """Notes what the numbers of each tally are."""
-        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
+        self.layouts = layouts_of(tallies)
 
     def note_why_each(self, why: str) -> None:
         """Notes why the function of a replica is traced for each; the first reason stays."""

@@ -95,7 +95,7 @@ class Verify(Feature):
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        key = self._step.runner.traces.key
+        key = self._step.runner.programs.key
         if key not in self._keys:  # Other settings, variables, or layers that are frozen.
             self._keys = [seen for seen in self._keys if seen.version == key.version] + [key]
             self._due, self._saw_small = True, False
@@ -116,7 +116,7 @@ class Verify(Feature):
         if not found:
             with explaining_failures(self._strategy):
                 # It has to be traced anyway.
-                program, _ = self._step.runner.function.program_for(*batch)
+                program, _ = self._step.runner.programs.of_batch(batch)
             with saying_if_slow(
                 "The first step is being compared with what one device computes for some of its "
                 "rows. To leave that out, write verify=False."
@@ -312,7 +312,7 @@ class Verify(Feature):
         cut = structure, [tf.nest.flatten(whole)], None
         if offsets is not None:
             cut = structure, list(map(tf.nest.flatten, local)), places
-        program, arguments = step.runner.function.program_for(*cut)
+        program, arguments = step.runner.programs.of_batch(cut)
         _refuse_what_stays(step)
         device = self._device
         if device is None or device.step is not step or device.key != step.key():
