@@ -262,3 +262,137 @@ def test_each_scaled_pair_must_be_in_a_window(replicas, first):
         strategy.run(replica, args=(True,))
         norm, _ = window.apply(optimizer, scale=scale)
         np.testing.assert_allclose(norm, 3.0, rtol=1e-6)
+
+
+# Marks that are lost, and scales that change ------------------------------------------------------
+
+
+def trains_by_hand(replicas, add, apply, *, compiled=True):
+    """Returns what a step by hand changes, with another number of rows on each replica."""
+    strategy, variables, window = accumulator_of(replicas, [1.0])
+    with strategy.scope():
+        optimizer, scale = keras.optimizers.SGD(1.0), tmg.LossScale(1024.0)
+    rows = np.arange(1.0, 6.0, dtype="float32")[:, None]
+
+    def step(batch):
+        strategy.run(lambda x: add(x, variables, window, scale), args=(batch,))
+        apply(window, optimizer, scale)
+
+    run = tf.function(step, autograph=False) if compiled else step
+    for batch in tmg.distribute_dataset(rows, strategy, batch_size=5):
+        run(batch)
+    return 1.0 - variables[0].numpy()
+
+
+def pair_of(x, variables):
+    return tmg.loss_sum("mse", tf.zeros_like(x), x * variables[0])
+
+
+def differentiated(x, variables, target_of):
+    with tf.GradientTape() as tape:
+        pair = pair_of(x, variables)
+        target = target_of(pair)
+    return tape.gradient(target, variables), pair
+
+
+def rows_of(x):
+    return tf.cast(tf.shape(x)[0], tf.float32)
+
+
+def by_a_function(x, variables, window, scale):
+    """Adds gradients and a pair that a function returns, which keeps no marks."""
+    gradients = tf.function(differentiated, autograph=False)
+    window.add(*gradients(x, variables, scale.scale_loss))
+
+
+def with_rows(x, variables, window, scale):
+    window.add(differentiated(x, variables, scale.scale_loss)[0], rows_of(x))
+
+
+def number_with_rows(x, variables, window, scale):
+    target_of = lambda pair: scale.scale_loss(pair.sum * 1.0)  # noqa: E731
+    window.add(differentiated(x, variables, target_of)[0], rows_of(x))
+
+
+def scaled_sum(x, variables, window, scale):
+    window.add(*differentiated(x, variables, scale.scale_loss))
+
+
+def apply(window, optimizer, scale):
+    window.apply(optimizer)
+
+
+def apply_scaled(window, optimizer, scale):
+    window.apply(optimizer, scale=scale)
+
+
+def apply_returned(window, optimizer, scale):
+    gradients, _ = tf.function(lambda: tuple(window.reduce()), autograph=False)()
+    tmg.apply_reduced_gradients(optimizer, gradients, window.variables)
+
+
+# Fails if a scale in gradients is seen only on a pair that keeps its marks, or if it is not seen
+# where nothing unscales.
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("add", "update", "words"),
+    [
+        (by_a_function, apply, "in the function that calls scale_loss"),
+        (by_a_function, apply_scaled, "in the function that calls scale_loss"),
+        (with_rows, apply, r"Write window\.add\(gradients, pair\)"),
+        (number_with_rows, apply, "still carry the loss scale"),
+        (scaled_sum, apply_returned, "still carry the loss scale"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_scale_whose_mark_is_lost_is_told(replicas, add, update, words):
+    with pytest.raises(tmg.TfMultiGpuError, match=words):
+        trains_by_hand(replicas, add, update)
+    expected = trains_by_hand(1, scaled_sum, apply_scaled)
+    np.testing.assert_allclose(expected, 2.0 * 11.0, rtol=1e-6)
+    np.testing.assert_allclose(trains_by_hand(replicas, scaled_sum, apply_scaled), expected)
+
+
+# Fails if a mean that divides the sum by a number of rows is taken for a sum.
+@pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (2, True)])
+def test_a_sum_divided_by_its_rows_is_told(replicas, compiled):
+    def mean(x, variables, window, scale):
+        window.add(*differentiated(x, variables, lambda pair: pair.sum / rows_of(x)))
+
+    def weighted(x, variables, window, scale):
+        window.add(*differentiated(x, variables, lambda pair: pair.sum * 0.3))
+
+    with pytest.warns(tmg.errors.ReplicaDependenceWarning, match="divided by a number of rows"):
+        trains_by_hand(replicas, mean, apply, compiled=compiled)
+    changed = trains_by_hand(replicas, weighted, apply, compiled=compiled)
+    np.testing.assert_allclose(changed, 0.3 * 22.0, rtol=1e-6)
+
+
+# Fails if a window is unscaled by what another one has made of their scale since.
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_windows_that_share_a_scale_are_unscaled_by_the_one_that_scaled(replicas):
+    strategy, variables, first = accumulator_of(replicas, [1.0])
+    with strategy.scope():
+        second = tmg.GradientAccumulator(variables)
+        sgd, scale = keras.optimizers.SGD(1.0), tmg.LossScale(1024.0)
+
+    def add(x, windows):
+        for window, factor in windows:
+            gradients, pair = differentiated(x, variables, scale.scale_loss)
+            window.add([gradient * factor for gradient in gradients], pair)
+
+    def step(batch):
+        strategy.run(add, args=(batch, [(first, np.inf), (second, 1.0)]))
+        first.apply(sgd, scale=scale)
+        second.apply(sgd, scale=scale)
+
+    rows = np.arange(1.0, 6.0, dtype="float32")[:, None]
+    (batch,) = tmg.distribute_dataset(rows, strategy, batch_size=5)
+    tf.function(step, autograph=False)(batch)
+    np.testing.assert_allclose(variables[0], 1.0 - 22.0, rtol=1e-6)
+    assert float(scale.value()) == 512.0
+
+    strategy.run(add, args=(batch, [(second, 1.0)]))
+    scale.update(tf.constant(False))
+    with pytest.raises(tmg.TfMultiGpuError, match="changed while a window was filled"):
+        strategy.run(add, args=(batch, [(second, 1.0)]))

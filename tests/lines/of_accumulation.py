@@ -302,6 +302,30 @@ def scale_loss_forgotten(told: Told) -> None:
     right(lambda pair, _, hand: hand.scale.scale_loss(pair.sum * 1.0), apply_scaled)
 
 
+@example("The loss scale changed while a window was filled")
+def loss_scale_of_two_windows(told: Told) -> None:
+    strategy, variables = strategy_of(2), (model := made()).trainable_variables
+    with strategy.scope():
+        scale, other = tmg.LossScale(8.0), tmg.LossScale(8.0)
+    accumulator = window(variables)
+
+    def add() -> None:
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum("mse", Y, model(X))
+            target = scale.scale_loss(pair)
+        accumulator.add(tape.gradient(target, variables), pair)
+
+    strategy.run(add)
+    scale.update(tf.constant(False))
+    with told(tmg.TfMultiGpuError):
+        strategy.run(add)
+    accumulator.reduce()
+    strategy.run(add)
+    other.update(tf.constant(False))
+    strategy.run(add)
+    assert float(scale.unscale(accumulator.reduce()[0])[1])
+
+
 @example("The losses of one accumulator need one loss scale")
 def one_of_two_losses_scaled(told: Told) -> None:
     def two_losses(target_of: Any) -> Any:

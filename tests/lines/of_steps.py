@@ -273,6 +273,26 @@ def gathered_views(told: Told) -> None:
     by_forward(by_parts)
 
 
+@example(
+    "rows and gather_rows are asked in a strategy.run that is called with batches of different"
+)
+def rows_of_two_batches(told: Told) -> None:
+    strategy = strategy_of(2)
+
+    def firsts(*batches: Any) -> Any:
+        return strategy.run(lambda *_: tmg.rows().first, args=batches)
+
+    def of(data: Any) -> Any:
+        return next(iter(tmg.distribute_dataset(data, strategy)))
+
+    def dataset(rows: int) -> Any:
+        return tf.data.Dataset.from_tensor_slices(X[:8]).batch(rows)
+
+    with told(tmg.errors.LossError, "then of another 0, 3, 6, 0, 2, 4"):
+        firsts(of(dataset(6)), of(dataset(4)))
+    firsts(of(tf.data.Dataset.zip(dataset(4), dataset(4))))
+
+
 def twice(inputs: Any) -> Any:
     """Makes two rows of each, of which the static shape does not tell."""
     return tf.ensure_shape(tf.tile(inputs, [2, 1]), [None, 4])

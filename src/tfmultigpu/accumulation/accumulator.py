@@ -19,8 +19,15 @@ from tfmultigpu.accumulation.gradients import (
     warn_of_variables,
 )
 from tfmultigpu.accumulation.loss_scale import LossScale
-from tfmultigpu.accumulation.losses import LossSum, is_fixed, use_of
-from tfmultigpu.accumulation.stages import REDUCED_BY_SCALED, Reduced, Stage
+from tfmultigpu.accumulation.losses import LossSum, claim, is_fixed, use_of
+from tfmultigpu.accumulation.stages import (
+    CARRYING,
+    REDUCED_BY_SCALED,
+    Reduced,
+    Stage,
+    check_one_scale,
+    pair_is_missing,
+)
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.accumulation.update import apply_reduced_gradients
 from tfmultigpu.arguments import brief, check_positive
@@ -42,6 +49,7 @@ from tfmultigpu.strategies.topology import describe, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
 from tfmultigpu.user_code import warn
 
+_SMALL = 2.0**-64  # A sum of scales of float32 fits into it then.
 _Sum: TypeAlias = Any  # A variable of TensorFlow with a value on each replica.
 
 
@@ -84,8 +92,8 @@ class GradientAccumulator:
         self._sums = [_sum_of(variable) for variable in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
         # The sum of the weights; how many were added of which each is 1 in total, of all, of scaled
-        # losses, and of losses that no scale multiplied.
-        self._weights = _local_sum([5], tf.float64 if wide else tf.float32)
+        # losses, and of losses that no scale multiplied; the sum of the scales, times _SMALL.
+        self._weights = _local_sum([6], tf.float64 if wide else tf.float32)
         self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
         self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
         self._reached: set[int] = set()  # The numbers of variables with a gradient.
@@ -124,7 +132,8 @@ class GradientAccumulator:
                 outside a replica; only some of the losses have ``reduction="sum"``, or a loss
                 scale; or the accumulator was created under another strategy.
         """
-        if weight is None or isinstance(weight, str):
+        is_scalar = not isinstance(weight, (str, Sequence)) or isinstance(weight, LossSum)
+        if weight is None or not is_scalar:
             raise TypeError(
                 "add needs the weight by which the sum of these losses is to be divided: replicas "
                 f"and micro-batches need not have the same. Received: weight={brief(weight)}. "
@@ -149,14 +158,20 @@ class GradientAccumulator:
                 "Create an accumulator for each.",
             )
         self._fixed = fixed
-        scaled = None if use is None else use.scaled
+        scaled, scale = (None, None) if use is None else (use.scaled, use.scale)
+        claimed = claim(use)
+        if any(each.lost for each in claimed):
+            raise pair_is_missing()
+        for each in claimed:
+            scaled, scale = True, each.scale
         self._note_scaled(scaled)
-        if isinstance(weight, LossSum) and use is not None and not use.differentiated:
+        if isinstance(weight, LossSum) and use is not None and not use.is_of_sum(weight.weight):
             warn(
                 "add needs the gradients of the sum that belongs to the weight, which divides "
-                "them. Received: a pair whose sum was not differentiated. Gradients of a mean "
-                "would be divided twice. Write window.add(tape.gradient(pair.sum, variables), "
-                "pair); for other gradients give the number that divides them.",
+                "them. Received: a pair whose sum was not differentiated, or was divided by a "
+                "number of rows first. Gradients of a mean would be divided twice. Write "
+                "window.add(tape.gradient(pair.sum, variables), pair); for other gradients give "
+                "the number that divides them.",
                 ReplicaDependenceWarning,
             )
 
@@ -169,8 +184,16 @@ class GradientAccumulator:
         divisor = weight.weight if isinstance(weight, LossSum) else weight
         divisor = tf.cast(divisor, self._weights.dtype)
         counts = [1.0, float(scaled is True), float(scaled is False)]
-        self._weights.assign_add([*([0.0, 1.0] if fixed else [divisor, 0.0]), *counts])
-        self._count.assign_add(1)
+        after = []
+        if scale is None:
+            scale = tf.zeros([], divisor.dtype)
+        else:
+            scale = _SMALL * tf.cast(scale, divisor.dtype)
+            held = tf.convert_to_tensor(self._weights)
+            after = check_one_scale((held[3] > 0) & (held[5] != held[3] * scale))
+        with tf.control_dependencies(after):
+            self._weights.assign_add([*([0.0, 1.0] if fixed else [divisor, 0.0]), *counts, scale])
+            self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(
@@ -257,7 +280,7 @@ class GradientAccumulator:
             for state in [*self._sums, _Dense(self._weights), _Dense(self._count)]:
                 state.reset(self._strategy)
         *sums, weights = totals[0]
-        weight, fixed, count, scaled_adds, plain_adds = tf.unstack(weights, num=5)
+        weight, fixed, count, scaled_adds, plain_adds, scales = tf.unstack(weights, num=6)
         weight = tf.where(fixed > 0, tf.ones_like(weight), weight)
         gradients = []
         for total, variable in zip(sums, self.variables, strict=True):
@@ -275,9 +298,16 @@ class GradientAccumulator:
         # A compiled ``add`` is traced once: of later windows the counts alone know it. What is
         # known while a function is traced is an error there, and not of TensorFlow.
         known = scaled if tf.inside_function() else None
-        stage = Stage(known or scaled_adds > 0, known is False or plain_adds > 0, count=count)
+        stage = Stage(
+            known or scaled_adds > 0,
+            known is False or plain_adds > 0,
+            count=count,
+            scale=tf.math.divide_no_nan(scales, scaled_adds) / _SMALL,
+            window=weakref.ref(self),
+        )
         for gradient in gradients:
             stage.mark(gradient)
+        (CARRYING.add if scaled else CARRYING.discard)(self)
         self._scaled.clear()  # Another window may be of other losses.
         return reduced
 

@@ -10,9 +10,14 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 from tfmultigpu.accumulation.losses import LossSum, Use, note_use, use_of
 from tfmultigpu.accumulation.shown import shown
-from tfmultigpu.accumulation.stages import check_to_unscale, mark_as
+from tfmultigpu.accumulation.stages import (
+    CARRYING,
+    check_to_unscale,
+    mark_as,
+    pair_is_missing,
+    scale_of,
+)
 from tfmultigpu.arguments import brief, check_count, check_positive
-from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
@@ -94,6 +99,7 @@ class LossScale:
     @property
     def scale(self) -> Scalar:
         """The scale, a float32 variable; a float if it is fixed."""
+        CARRYING.clear()  # Who reads it may divide by it.
         context = tf.distribute.get_replica_context()
         if context is not None:  # A replica may multiply by it, where no pair notes that.
             several = context.num_replicas_in_sync > 1
@@ -122,13 +128,11 @@ class LossScale:
             A scalar. A pair is divided by its weight, the number of replicas and 32. That leaves as
             much room as ``make_train_step`` has with 16 micro-batches.
         """
-        use = use_of(loss)
+        use, value = use_of(loss), self._value()
         if not isinstance(loss, LossSum):
-            if use is None:
-                self._scaled_others = True
-            else:
-                use.scale()
-            return loss * tf.cast(self._value(), loss.dtype)
+            self._scaled_others |= use is None
+            (use or Use()).scale_by(value)
+            return loss * tf.cast(value, loss.dtype)
         total = tf.convert_to_tensor(loss.sum)
         total = tf.cast(total, sum_dtype(total.dtype))
 
@@ -139,10 +143,10 @@ class LossScale:
         if use is None:  # A pair of the user's.
             use = Use()
             note_use(loss, use)
-        use.scale()
+        use.scale_by(value)
         use.divide(divisor)
         self._uses = (*(other for other in self._uses if not other.undone), use)
-        return total * (tf.cast(self._value(), total.dtype) / divisor)
+        return total * (tf.cast(value, total.dtype) / divisor)
 
     def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
         """Divides gradients by the scale, and says whether all are finite.
@@ -162,23 +166,16 @@ class LossScale:
         check_reduced("unscale", gradients)
         after = check_to_unscale(gradients, has_scaled=self._scaled_others)
         uses, self._uses = self._uses, ()  # They belong to one trace.
-        if any(use.differentiated and not use.undone for use in uses):
-            raise TfMultiGpuError(
-                "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
-                "gradient by that number again.",
-                "a window without that pair",
-                "Write window.add(gradients, pair); for several losses make one pair first, "
-                "pair = tmg.LossSum(p.sum + q.sum, p.weight), or a window for each; or, without a "
-                "GradientAccumulator, scale a mean over the rows of the global batch: "
-                "scale.scale_loss(mean).",
-            )
+        if any(use.lost for use in uses):
+            raise pair_is_missing()
 
         def divide(gradient: Gradient) -> Gradient:
             if not hasattr(gradient, REDUCED):  # A list may have a row twice.
                 gradient = tf.convert_to_tensor(gradient)
+            scale = scale_of(gradient, self._value())  # Another window may have changed it since.
             values = values_of(gradient)
             values = tf.cast(values, sum_dtype(values.dtype))
-            return with_values(gradient, values / tf.cast(self._value(), values.dtype))
+            return with_values(gradient, values / tf.cast(scale, values.dtype))
 
         with tf.control_dependencies(after):
             divided = mark_as(gradients, map_present(divide, gradients), unscaled=True)

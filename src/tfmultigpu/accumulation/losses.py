@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import operator
 import re
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -25,7 +27,7 @@ from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
+from tfmultigpu.types import Graph, KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
@@ -80,21 +82,41 @@ class Use:
     Attributes:
         differentiated: Whether the gradient of the sum was taken; True also if not known.
         scaled: Whether a loss scale multiplied it.
+        scale: The value of that scale, a float32 scalar.
         undone: Whether a gradient was multiplied by the divisor, if there is one.
     """
+
+    scale: Scalar = None
+    _divisor: Scalar = None
+    _total: Tensor = None
+    _upstream: Tensor = None
 
     def __init__(self, *, differentiated: bool = True) -> None:
         self.differentiated = differentiated
         self.scaled = self.undone = False
-        self._divisor: Scalar = None
 
-    def differentiate(self) -> None:
-        """Notes that the gradient of the sum was taken."""
-        self.differentiated = True
+    @property
+    def lost(self) -> bool:
+        """True if a gradient was divided, and nothing has multiplied it again."""
+        return self._divisor is not None and self.differentiated and not self.undone
 
-    def scale(self) -> None:
-        """Notes that a loss scale multiplied the sum."""
-        self.scaled = True
+    def differentiate(self, total: Tensor, upstream: Tensor) -> None:
+        """Notes that the gradient of the sum was taken, and what it was multiplied by."""
+        self.differentiated, self._total, self._upstream = True, total, upstream
+
+    def is_of_sum(self, weight: Scalar) -> bool:
+        """Returns whether the sum was differentiated, and was not divided by its rows before."""
+        if self.scaled or self._upstream is None:
+            return self.differentiated
+        if tf.is_symbolic_tensor(self._upstream):
+            return not _depends_on_rows(self._upstream, self._total)
+        rows = float(weight)
+        return rows <= 1 or abs(float(self._upstream) * rows - 1) > 1e-5
+
+    def scale_by(self, scale: Scalar) -> None:
+        """Notes that a loss scale of this value multiplies the sum."""
+        self.scaled, self.scale = True, scale
+        _unclaimed.uses.append((self, tf.compat.v1.get_default_graph()))
 
     def divide(self, divisor: Scalar) -> None:
         """Keeps what makes the sum as small as a mean: of one replica and one batch."""
@@ -106,6 +128,52 @@ class Use:
         if self._divisor is None:
             return gradient
         return gradient * tf.cast(self._divisor, gradient.dtype)
+
+
+class _Unclaimed(threading.local):
+    """Scaled losses of this thread, with their graphs, until an ``add`` gets the gradients."""
+
+    def __init__(self) -> None:
+        self.uses: deque[tuple[Use, Graph]] = deque(maxlen=8)
+
+
+_unclaimed = _Unclaimed()
+
+
+def claim(use: Use | None) -> list[Use]:
+    """Returns the uses that gradients may be of which come with no pair, or with a new one.
+
+    Args:
+        use: That of the pair that comes with them; None if it is not known. A ``tf.function`` that
+            returns a pair makes another one of it.
+    """
+    if use is not None:
+        others = [each for each in _unclaimed.uses if each[0] is not use]
+        _unclaimed.uses = deque(others, _unclaimed.uses.maxlen)
+        return []
+    here = tf.compat.v1.get_default_graph()
+    found: list[Use] = []
+    for other, graph in _unclaimed.uses:
+        while graph is not None and graph is not here:
+            graph = getattr(graph, "outer_graph", None)
+        if graph is here:
+            found.append(other)
+    _unclaimed.uses.clear()
+    return found
+
+
+def _depends_on_rows(factor: Tensor, total: Tensor) -> bool:
+    """Returns whether a scalar in a graph is computed from the shape of a tensor."""
+    waiting, known = [factor], {id(total.op)}
+    while waiting:
+        operation = waiting.pop().op
+        # A shape that is known while it is traced is a constant, of which an element is taken.
+        if operation.type in ("Shape", "ShapeN", "Size", "StridedSlice"):
+            return True
+        if id(operation) not in known:
+            known.add(id(operation))
+            waiting += operation.inputs
+    return False
 
 
 def note_use(pair: LossSum, use: Use) -> None:
@@ -216,10 +284,11 @@ def _noting_gradient(total: Tensor, use: Use) -> Tensor:
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: Tensor) -> Tensor:
         def gradient(upstream: Tensor) -> Tensor:
-            use.differentiate()
+            use.differentiate(noted, upstream)
             return upstream
 
-        return tf.identity(value), gradient
+        noted = tf.identity(value)
+        return noted, gradient
 
     return identity(total)
 

@@ -8,18 +8,20 @@ import dis
 import functools
 import operator
 import sys
+import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.types import KerasOptimizer
+from tfmultigpu.types import KerasOptimizer, Untyped
 
 _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple, np.generic)
-_NAMESPACES = argparse.Namespace, types.SimpleNamespace
+_NAMESPACES = argparse.Namespace, types.SimpleNamespace, threading.local
+_READERS = types.MethodType, functools.partial, property
 _HAVE_NO_SETTINGS = {"keras", "tensorflow", "tfmultigpu", "numpy"} | sys.stdlib_module_names
 INNER = "inner_optimizer."  # What settings inside a ``LossScaleOptimizer`` begin with.
 _MOST = 10_000  # Items that are read at each step: a function may read an object that holds all.
@@ -88,7 +90,7 @@ class _Noted:
 
     def name_of(self, key: object) -> str:
         """Returns the name of a setting within the optimizer, for a person."""
-        if isinstance(self.holder, (list, tuple, dict)):
+        if isinstance(self.holder, (Mapping, Sequence)):
             return f"{self.path}[{key!r}]"
         if not key:
             return self.path
@@ -145,18 +147,21 @@ def _holds_settings(value: object) -> bool:
     """Returns whether a setting has settings inside it; variables and layers have none."""
     import keras
 
-    if isinstance(value, (list, tuple, dict)):
+    others = keras.Variable, keras.Operation, keras.callbacks.Callback, tf.Module, tf.Tensor
+    if isinstance(value, (str, bytes, *others)):
+        return False
+    if isinstance(value, (Mapping, Sequence)):
         variables = (keras.Variable, tf.Variable)
         items = list(_items(value).values()) if len(value) <= _MOST else [value]
         return not items or not all(isinstance(item, variables) for item in items)
     if isinstance(value, np.ndarray):
         return value.size <= _MOST
     kinds = keras.optimizers.Optimizer, keras.optimizers.schedules.LearningRateSchedule
-    readers = types.MethodType, functools.partial
-    if isinstance(value, (*kinds, *readers, *_NAMESPACES, set)):
+    if isinstance(value, (*kinds, *_READERS, *_NAMESPACES, set)):
         return True
-    others = keras.Variable, keras.Operation, keras.callbacks.Callback, tf.Module, tf.Tensor
-    if isinstance(value, (*others, types.ModuleType)) or not hasattr(value, "__dict__"):
+    if isinstance(value, types.ModuleType):
+        return False
+    if not hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
         return False
     source = value if isinstance(value, (type, types.FunctionType)) else type(value)
     return str(source.__module__).partition(".")[0] not in _HAVE_NO_SETTINGS
@@ -164,9 +169,9 @@ def _holds_settings(value: object) -> bool:
 
 def _items(holder: object) -> Mapping[object, object]:
     """Returns what an object, a list, a dict or a function holds, by its name or place there."""
-    if isinstance(holder, dict):
-        return holder
-    if isinstance(holder, (list, tuple)):
+    if isinstance(holder, Mapping):
+        return holder if isinstance(holder, dict) else dict(holder)
+    if isinstance(holder, Sequence):
         return dict(enumerate(holder))
     if isinstance(holder, set):
         return {"": frozenset(holder)}
@@ -178,18 +183,36 @@ def _items(holder: object) -> Mapping[object, object]:
         return {"": holder.__self__, holder.__name__: holder.__func__}
     if isinstance(holder, functools.partial):
         return {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
-    return vars(holder)  # type: ignore[return-value]
+    if isinstance(holder, property):
+        return {"": holder.fget}
+    kind: Untyped = type(holder)
+    slots = _slots_of(kind)
+    if not slots:
+        return vars(holder)  # type: ignore[return-value]
+    items: dict[object, object] = dict(getattr(holder, "__dict__", {}))
+    return items | {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Returns the attributes of objects of a class that are in no ``__dict__``."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _read_by(function: types.FunctionType) -> dict[object, object]:
     """Returns what a function reads from around it: globals, closures and defaults."""
     code, read = function.__code__, dict[object, object]()
-    for name in _globals_of(code):
+    names, attributes = _names_in(code)
+    for name in names:
         value = function.__globals__.get(name)
         if not isinstance(value, types.ModuleType):
             read[name] = value
             continue
-        for attribute in code.co_names:  # Such as numbers in a module of the user.
+        for attribute in attributes:  # Such as numbers in a module of the user.
             if attribute in vars(value):
                 read[f"{name}.{attribute}"] = vars(value)[attribute]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -205,10 +228,14 @@ def _read_by(function: types.FunctionType) -> dict[object, object]:
 
 
 @functools.lru_cache(maxsize=256)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of the globals that code reads; ``co_names`` has attributes too."""
-    names = []
+def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the globals that code reads, functions in it too; and all names, also attributes."""
+    names, attributes = dict[str, None](), dict.fromkeys(code.co_names)
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            names.append(instruction.argval)
-    return tuple(names)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names[instruction.argval] = None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            for known, more in zip((names, attributes), _names_in(inner), strict=True):
+                known.update(dict.fromkeys(more))
+    return tuple(names), tuple(attributes)

@@ -7,6 +7,7 @@ A tensor that other code computes from a gradient has no mark, and then nothing 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar, NamedTuple
@@ -18,7 +19,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient
-from tfmultigpu.types import Scalar
+from tfmultigpu.types import KerasVariable, Scalar, Untyped
 
 _ORDER = (
     "Write window.apply(optimizer, scale=scale, clip_norm=limit), which keeps the order; or in "
@@ -31,6 +32,12 @@ _EMPTY = GraphMessage(
     "momentum and weight decay alone.",
     "",
     "Update only if window.count is not 0, and call reduce once for each window.",
+)
+_OTHER_SCALE = GraphMessage(
+    "The loss scale changed while a window was filled, so its gradients carry two.",
+    "",
+    "Update a scale that windows share when none of them is filled: give each window a "
+    "tmg.LossScale() of its own, or apply them together.",
 )
 _NOT_SCALED = GraphMessage(
     "The losses were not multiplied by the loss scale, so the update would be as many times too "
@@ -52,6 +59,9 @@ class Stage:
         unscaled: Whether it was divided by the loss scale.
         clipped: Whether it was clipped.
         count: How many additions of all replicas its window held, a scalar; None if not known.
+        scale: The loss scale that multiplied the losses of its window, a scalar, 0 if none is
+            known; or None.
+        window: The window, if that is known.
     """
 
     scaled: Scalar = None
@@ -59,6 +69,8 @@ class Stage:
     unscaled: bool = False
     clipped: bool = False
     count: Scalar = None
+    scale: Scalar = None
+    window: weakref.ref[Untyped] | None = None
 
     def mark(self, gradient: Gradient) -> None:
         """Marks a gradient; ``tf.nest`` also makes lists of specs and numbers."""
@@ -102,6 +114,9 @@ class OfPlainLosses(OfUnknownLosses):
     scaled = False
 
 
+# Windows whose last ``reduce`` returned gradients with a loss scale that nothing has divided since.
+CARRYING: weakref.WeakSet[Untyped] = weakref.WeakSet()
+
 REDUCED_BY_SCALED: dict[bool | None, type[OfUnknownLosses]] = {
     None: OfUnknownLosses,
     True: OfScaledLosses,
@@ -114,6 +129,32 @@ def stages_of(gradients: Sequence[Gradient]) -> list[Stage]:
     return present([getattr(gradient, REDUCED, None) for gradient in gradients])
 
 
+def scale_of(gradient: Gradient, now: Scalar) -> Scalar:
+    """Returns the loss scale in a gradient: that of its losses, or if it is not known that now."""
+    stage = getattr(gradient, REDUCED, None)
+    if stage is None or stage.scale is None:
+        return now
+    return tf.where(stage.scale > 0, tf.cast(stage.scale, now.dtype), now)
+
+
+def pair_is_missing() -> TfMultiGpuError:
+    """Returns the error for gradients of a scaled pair that come without it."""
+    return TfMultiGpuError(
+        "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its gradient "
+        "by that number again.",
+        "a window without that pair; a pair that a tf.function returns is another one",
+        "Write window.add(gradients, pair) in the function that calls scale_loss; for several "
+        "losses make one pair first, pair = tmg.LossSum(p.sum + q.sum, p.weight), or a window for "
+        "each; or, without a GradientAccumulator, scale a mean over the rows of the global batch: "
+        "scale.scale_loss(mean).",
+    )
+
+
+def check_one_scale(differs: Scalar) -> list[tf.Operation]:
+    """Checks that one loss scale multiplied all losses of a window; returns assertions."""
+    return _refuse([differs], _OTHER_SCALE)
+
+
 def mark_as(
     before: Sequence[Gradient], after: Sequence[Gradient], **changes: bool
 ) -> list[Gradient]:
@@ -123,12 +164,24 @@ def mark_as(
     return list(after)
 
 
-def check_scale_is_out(name: str, gradients: Sequence[Gradient]) -> list[tf.Operation]:
-    """Checks that no gradient carries a loss scale still; returns assertions as ``_refuse``."""
+def check_scale_is_out(
+    name: str, gradients: Sequence[Gradient], variables: Sequence[KerasVariable] = ()
+) -> list[tf.Operation]:
+    """Checks that no gradient carries a loss scale still; returns assertions as ``_refuse``.
+
+    Args:
+        name: The function that needs gradients without it.
+        gradients: The gradients.
+        variables: The variables that they are for.
+    """
     message = GraphMessage(
         "The gradients still carry the loss scale.", f"{name} before scale.unscale", _ORDER
     )
-    carrying = [stage.scaled for stage in stages_of(gradients) if not stage.unscaled]
+    stages = stages_of(gradients)
+    carrying = [stage.scaled for stage in stages if not stage.unscaled]
+    if not stages:  # As those that a tf.function returned, without the class of reduce.
+        known = set(map(id, variables))
+        carrying = [True for window in CARRYING if known & set(map(id, window.variables))]
     return _refuse(carrying, message)
 
 
@@ -142,6 +195,10 @@ def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> list
         has_scaled: Whether the scale may have multiplied the losses where no pair notes it.
     """
     stages = stages_of(gradients)
+    windows = [stage.window for stage in stages]
+    if not windows or None in windows:
+        CARRYING.clear()
+    CARRYING.difference_update(present([window() for window in present(windows)]))
     for stage in stages:
         if stage.unscaled:
             raise TfMultiGpuError(

@@ -157,7 +157,7 @@ def apply_reduced_gradients(
             f"no gradient for {len(variables)} variables",
             "Give gradients of a loss that depends on model.trainable_variables.",
         )
-    after = _check_stages(optimizer, [gradient for gradient, _ in pairs])
+    after = _check_stages(optimizer, *zip(*pairs, strict=True))
     update = update_of(optimizer)
     if update is None:
         strategy = getattr(tf_variable(variables[0]), "distribute_strategy", None)
@@ -179,9 +179,11 @@ def apply_reduced_gradients(
                 tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
 
 
-def _check_stages(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> list[tf.Operation]:
+def _check_stages(
+    optimizer: KerasOptimizer, gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
+) -> list[tf.Operation]:
     """Checks that gradients carry no loss scale; returns what the update is to wait for."""
-    after = check_scale_is_out("apply_reduced_gradients", gradients)
+    after = check_scale_is_out("apply_reduced_gradients", gradients, variables)
     stages = stages_of(gradients)
     unscaled = len(stages) == len(gradients) and all(stage.unscaled for stage in stages)
     wraps = unwrap_optimizer(optimizer) is not optimizer

@@ -141,10 +141,11 @@ def _rows_here() -> Rows | None:
 
 
 def _if_alike(offsets: Tensor, other: Tensor) -> Tensor:
-    """Returns the offsets of a batch, if those of another batch are the same."""
-    same = tf.reduce_all(offsets == other)
-    data = [OTHER_ROWS.text, tf.stack([offsets, other])]
-    check = tf.raw_ops.Assert(condition=same, data=data, summarize=64)
+    """Returns the offsets of a batch, if those of another batch are equal to them."""
+    same, both = tf.reduce_all(offsets == other), tf.concat([offsets, other], 0)
+    if not tf.is_symbolic_tensor(same) and not same:
+        raise OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} {both.numpy()}")
+    check = tf.raw_ops.Assert(condition=same, data=[OTHER_ROWS.text, both], summarize=64)
     with tf.control_dependencies([check]):
         return tf.identity(offsets)
 

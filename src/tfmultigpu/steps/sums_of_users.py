@@ -101,9 +101,15 @@ def _first(rows: Rows, axis: int, value: Tensor, gathered: Tensor) -> Tensor:
     """Returns what all replicas have gathered; of copies the first."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     with tf.device("CPU:0"):  # Shapes are decided there.
-        every = tf.shape(gathered)[axis]
-        size = tf.where(rows.total < replicas, tf.shape(value)[axis], every)
-    return tf.gather(gathered, tf.range(size), axis=axis)
+        sizes = tf.shape(gathered)
+        size = tf.where(rows.total < replicas, tf.shape(value)[axis], sizes[axis])
+        sizes = tf.tensor_scatter_nd_update(sizes, [[axis % len(gathered.shape)]], [size])
+    # Not tf.gather, whose gradient is a list of rows: that of all_gather takes tensors.
+    first = tf.slice(gathered, tf.zeros_like(sizes), sizes)
+    first.set_shape(
+        gathered.shape[:axis].concatenate([None]).concatenate(gathered.shape[axis + 1 :])
+    )
+    return first
 
 
 def _merged(

@@ -161,7 +161,7 @@ def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> Mark | Non
             "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
             "variables).",
         )
-    if not offsets and whole is None:
-        return None
-    first, *others = offsets.values() or [None]
+    if not offsets:
+        return None if whole is None else Mark(whole=whole)
+    first, *others = offsets.values()
     return Mark(first, whole, tuple(others))
