@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -72,6 +73,7 @@ def test_fit_follows_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     make = tmg.addons.loops.program.make_train_step
 
+    @functools.wraps(make)
     def noting(*args: Any, **options: Any) -> Any:
         asked.append(options["jit_compile"])
         return make(*args, **options)
