@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.loops.compilation import Compilation, choose_compilation
+from tfmultigpu.addons.loops.compiled import Compilation, choose_compilation
 
 NUMBERS = tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)
 WORDS = tf.TensorSpec([None, 4], tf.string), tf.TensorSpec([None, 1], tf.float32)

@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
-from tfmultigpu.addons.loops.compilation import choose_compilation
 from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
+    choose_compilation,
     compile_arguments,
     metrics_inside,
     read_compiled,

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.callback_lists import FitCallbacks
 from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import Hooks, is_resuming, to_list
 from tfmultigpu.addons.loops.inputs import (
@@ -26,6 +25,7 @@ from tfmultigpu.addons.loops.inputs import (
     split_off,
     validation_source,
 )
+from tfmultigpu.addons.loops.loop import FitCallbacks
 from tfmultigpu.addons.loops.methods import around, check_names, in_one_thread, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
