@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.testing.invariance import difference
 from tfmultigpu.arguments import check_count
+from tfmultigpu.steps.compare import furthest
 from tfmultigpu.types import Array, Batches
 
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
@@ -143,8 +143,8 @@ def train(how: str, devices: tuple[str, ...], data: Data, epochs: int) -> Traine
 
 def apart(one: Trained, other: Trained) -> float:
     """Returns how far two trainings lie apart, in what they report and in every weight."""
-    numbers = [difference(a, b, "").amount for a, b in zip(one[1:], other[1:], strict=True)]
-    return float("nan") if np.isnan(numbers).any() else max(numbers)
+    pairs = zip(one[1:], other[1:], strict=True)
+    return max(furthest(a, b, relative=True).distance for a, b in pairs)
 
 
 def table(one: Trained, usual: Trained, many: Trained, replicas: int) -> list[str]:
@@ -156,8 +156,8 @@ def table(one: Trained, usual: Trained, many: Trained, replicas: int) -> list[st
         numbers = map(operator.attrgetter(name.replace(" ", "_")), columns)
         lines.append(row(name, [f"{number:.6f}" for number in numbers]))
     lines.append(row("optimizer steps", [str(each.optimizer_steps) for each in columns]))
-    differences = [difference(one.weights, each.weights).amount for each in columns[1:]]
-    lines.append(row("largest weight difference", ["", *[f"{each:.0e}" for each in differences]]))
+    weights = [furthest(one.weights, each.weights, relative=True).distance for each in columns[1:]]
+    lines.append(row("largest weight difference", ["", *[f"{each:.0e}" for each in weights]]))
     return [*lines, row("seconds", [f"{each.seconds:.1f}" for each in columns])]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.loops.compilation import Compilation, choose_compilation
+from tfmultigpu.addons.loops.compiled import Compilation, choose_compilation
 
 NUMBERS = tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)
 WORDS = tf.TensorSpec([None, 4], tf.string), tf.TensorSpec([None, 1], tf.float32)
@@ -72,6 +73,7 @@ def test_fit_follows_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     make = tmg.addons.loops.program.make_train_step
 
+    @functools.wraps(make)
     def noting(*args: Any, **options: Any) -> Any:
         asked.append(options["jit_compile"])
         return make(*args, **options)

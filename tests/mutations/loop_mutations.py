@@ -45,8 +45,8 @@ LOOPS = (
     ),
     broken(
         "fit forgets clip_norm",
-        '        "micro_batches": micro_batches,\n        "clip_norm": clip_norm,\n',
-        '        "micro_batches": micro_batches,\n        "clip_norm": None,\n',
+        "options = all_options(make_train_step, arguments)",
+        'options = all_options(make_train_step, arguments) | {"clip_norm": None}',
         "test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",
     ),
     # evaluate and predict ---------------------------------------------------------------------------

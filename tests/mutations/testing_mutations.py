@@ -13,8 +13,8 @@ TESTING = (
     ),
     broken(
         "of a variable that train returns only the copy of the first replica is compared",
-        "for copy in strategy.experimental_local_results(variable)]",
-        "for copy in strategy.experimental_local_results(variable)[:1]]",
+        "else strategy.experimental_local_results(value)\n    return [tf.convert",
+        "else strategy.experimental_local_results(value)[:1]\n    return [tf.convert",
         f"{LOOPS_OF_USERS}::test_what_differs_is_named",
     ),
     broken(

@@ -24,7 +24,7 @@ from tfmultigpu.addons.testing import (
     assert_replica_invariant,
     run_workers,
 )
-from tfmultigpu.addons.testing.invariance import difference
+from tfmultigpu.addons.testing.differences import difference
 
 X, Y = normal_rows(17, 3, 2)
 BATCHES = [(X[:5], Y[:5]), (X[5:6], Y[5:6]), (X[6:], Y[6:])]

@@ -15,7 +15,7 @@ from problems import network, normal_rows
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu.addons.verification import Verification
-from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, beyond_bounds
 from tfmultigpu.steps import Feature
 from tfmultigpu.strategies.collectives import forcing_addition
 
@@ -315,9 +315,9 @@ def test_bounds_follow_from_dtype_layers_and_additions_and_moved_weights() -> No
         ([3, 4], [3, 5], (4.0, 5.0)),
         (2.0, 2.5, (2.0, 2.5)),
         ([], [], None),
-        ([1.0, 2.0], [1.0], (2.0, 1.0)),
+        ([1 + 1j], [1 + 2j], (1 + 1j, 1 + 2j)),
     ],
 )
 def test_the_largest_difference_is_found(one: Any, other: Any, apart: Any) -> None:
-    found = furthest(np.array(one), np.array(other), 1e-6)
-    assert (None if found is None else found[:2]) == pytest.approx(apart, nan_ok=True)
+    found = beyond_bounds(np.array(one), np.array(other), 1e-6)
+    assert (None if found is None else found[2:]) == pytest.approx(apart, nan_ok=True)

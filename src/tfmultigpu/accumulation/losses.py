@@ -17,22 +17,30 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.crossentropy import NAMES, crossentropy
 from tfmultigpu.accumulation.gradients import BY_HAND
-from tfmultigpu.accumulation.number_of_losses import one_for_each_row
 from tfmultigpu.accumulation.shown import shown
 from tfmultigpu.arguments import check_callable
 from tfmultigpu.data.batch_format import cast_all
+from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import Graph, KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
+from tfmultigpu.types import Function, Graph, KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
 
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _USE = "_tfmultigpu_fixed", "_tfmultigpu_use"
 _LOSS = "def loss(y_true, y_pred), which returns one value per example; or a name, loss='mse'."
+_CROSSENTROPY = "crossentropy", "ce"  # The shapes of a batch tell which of three it is.
+_OTHER_ROWS = GraphMessage(
+    "The loss did not return one value per row: the model or the loss merges, drops or adds rows.",
+    "values, and values of so many rows {}",
+    "Give it as a function, whose values are counted: lambda y_true, y_pred: loss(y_true, y_pred).",
+)
+# The scope of the operation that fails then, and what TensorFlow says of it.
+_SCOPE = "the_loss_has_one_value_per_row"
+_OTHER_SHAPE = re.compile(r"tensor with (\d+) values, but the requested shape has (\d+)")
 
 
 class LossSum(NamedTuple):
@@ -376,7 +384,7 @@ def loss_term(
     weighs = loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None)
     is_counted = bool(per_row) and loss.reduction != "sum" and not masks and not weighs
     if is_counted and rows is not None:
-        values = one_for_each_row(values, rows, int(per_row or 0))
+        values = _one_for_each_row(values, rows, int(per_row or 0))
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
@@ -465,8 +473,8 @@ def as_loss(loss: Loss) -> KerasLoss:
     import keras
 
     refuse_legacy_keras(loss)
-    if isinstance(loss, str) and loss.lower() in NAMES:
-        return crossentropy(loss)
+    if isinstance(loss, str) and loss.lower() in _CROSSENTROPY:
+        return _loss_by_shapes()(name=loss)
     known = keras.losses.get(loss)
     if isinstance(known, keras.losses.Loss):
         return known
@@ -498,3 +506,52 @@ def _same_rank(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
             return first, second[..., None]
         return tf.squeeze(first, -1), second
     return first, second
+
+
+@functools.cache
+def _loss_by_shapes() -> type[KerasLoss]:
+    """Returns the class of the loss that ``model.compile`` chooses for ``_CROSSENTROPY``.
+
+    Keras knows the name in ``compile`` alone, where it has the labels and the predictions.
+    """
+    from keras import losses
+
+    class Crossentropy(losses.Loss):  # type: ignore[misc]
+        """The binary, sparse categorical or categorical crossentropy."""
+
+        def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+            are_numbers = len(y_true.shape) < len(y_pred.shape) or y_true.shape[-1] == 1
+            chosen: Function = losses.categorical_crossentropy
+            if y_pred.shape[-1] == 1:
+                chosen = losses.binary_crossentropy
+            elif are_numbers:
+                chosen = losses.sparse_categorical_crossentropy
+            # Keras' wrapper of a function, which brings labels and predictions to one rank.
+            return losses.MeanSquaredError.__base__(chosen, name=self.name).call(y_true, y_pred)
+
+    return Crossentropy
+
+
+def _one_for_each_row(values: Tensor, rows: Scalar, per_row: int) -> Tensor:
+    """Returns the values of a loss, held to their number: as many for each row as a row has.
+
+    It is known from shapes alone, so nothing has to wait for the values. XLA compares it too, which
+    leaves out assertions.
+    """
+    found, known = values.shape.num_elements(), tf.get_static_value(rows)
+    if found is not None and known is not None:
+        if found != known * per_row:
+            raise _OTHER_ROWS.as_error(LossError, f"{_OTHER_ROWS.text} [{found} {known * per_row}]")
+        return values
+    # Of one axis more: TensorFlow's optimizer takes a reshape away that keeps the known shape.
+    shape = [tf.cast(rows, tf.int32), *values.shape[1:], 1]
+    with tf.name_scope(_SCOPE):
+        return tf.reshape(values, shape)
+
+
+def as_rows_error(message: str) -> LossError | None:
+    """Returns what TensorFlow's error says of ``_one_for_each_row``; None if it is of others."""
+    numbers = _OTHER_SHAPE.search(message)
+    if _SCOPE not in message or numbers is None:
+        return None
+    return _OTHER_ROWS.as_error(LossError, f"{_OTHER_ROWS.text} [{' '.join(numbers.groups())}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,9 +11,8 @@ import tensorflow as tf
 from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tuples, tensors_of
 from tfmultigpu.data.reader import Reader
-from tfmultigpu.data.tables import columns_as_array
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Batches, Data, Tensor
+from tfmultigpu.types import Batches, Data, Tensor, Untyped
 
 
 class GlobalBatches(NamedTuple):
@@ -152,3 +152,32 @@ def _array_to_tensor(value: Data) -> Tensor:
         raise TypeError(f"{type(value).__name__} is not an array")
     with tf.device("CPU:0"):  # Where tf.data reads it: all data need not fit into a GPU.
         return tf.convert_to_tensor(value)
+
+
+def columns_as_array(value: Data) -> Data:
+    """Returns a ``DataFrame`` or a ``Series`` as an array of rank 2; any other value unchanged.
+
+    Columns of one type keep it. Numbers and booleans together, of which NumPy makes Python objects,
+    become ``keras.config.floatx()``. A ``Series`` is one column, as in Keras.
+    """
+    import keras
+
+    pandas: Untyped = sys.modules.get("pandas")
+    if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series)):
+        return value
+    frame = value
+    if isinstance(value, pandas.Series):
+        frame = value.to_frame()
+    array = frame.to_numpy()
+    if array.dtype != object:
+        return array
+    if all(map(pandas.api.types.is_numeric_dtype, frame.dtypes)):  # Booleans are numeric here.
+        return frame.to_numpy(dtype=keras.config.floatx())
+    if all(isinstance(item, str) for item in array.ravel()):
+        return array
+    raise DataError(
+        "The columns of a DataFrame make one array if they are numbers and booleans, or text.",
+        f"columns {dict(frame.dtypes.astype(str))}",
+        "Write pandas.get_dummies(frame) for columns of text, or give a dict of columns: {name: "
+        "frame[name] for name in frame}.",
+    )

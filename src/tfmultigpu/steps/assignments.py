@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
+from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.types import Function, KerasVariable, Operation, Scalar, Tensor, Untyped
 
 _scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
@@ -225,7 +226,7 @@ def assign(
 
 def is_added(variable: KerasVariable) -> bool:
     """Returns whether TensorFlow assigns to a variable the sum of the values of all replicas."""
-    return bool(variable.aggregation == "sum" and variable.synchronization != "on_read")
+    return bool(variable.aggregation == "sum" and not is_on_read(variable))
 
 
 def _addend(variable: KerasVariable, value: Tensor, weight: Scalar, *, adds: bool) -> Tensor:

@@ -18,7 +18,6 @@ from tfmultigpu.steps.objective import Forward, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.steps.shown_step import shown_loss, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
@@ -55,8 +54,7 @@ class EvalStep(ModelStep, Looped):
 
     def __repr__(self) -> str:
         """Returns what it evaluates, where, and what the check of it found."""
-        does = [shown_loss(self.forward), *names_of(self.metrics)]
-        return shown_step(self, self.model.name, self.strategy, does)
+        return self.shown(self.forward.loss_name, *names_of(self.metrics))
 
     def _penalized(self) -> list[KerasVariable]:
         """Returns the variables whose penalty is part of the loss: as in Keras no frozen one."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.number_of_losses import as_rows_error
+from tfmultigpu.accumulation.losses import as_rows_error
 from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.steps.trace import new_variable

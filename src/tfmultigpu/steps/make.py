@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
@@ -17,6 +16,7 @@ from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.features.remat import CallOnce, Recompute
 from tfmultigpu.steps.features.xla import CompileByXla
 from tfmultigpu.steps.objective import Forward
+from tfmultigpu.steps.options import StepOptions, asked_for, check_options, check_verify
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.train import TrainStep
@@ -115,21 +115,19 @@ def make_train_step(
         >>> [float(step(batch)["weight"]) for batch in data]
         [2.0, 2.0, 1.0]
     """
-    settings = {
-        "loss": loss, "forward": forward, "metrics": metrics, "micro_batches": micro_batches,
-        "clip_norm": clip_norm, "loss_scale": loss_scale, "shard_update": shard_update,
-        "variables": variables and [variable.path for variable in variables],
-    }  # fmt: skip
+    options: StepOptions = {
+        "micro_batches": micro_batches,
+        "clip_norm": clip_norm,
+        "loss_scale": loss_scale,
+        "shard_update": shard_update,
+    }
+    settings = {"loss": loss, "forward": forward, "metrics": metrics, **options}
+    settings["variables"] = variables and [variable.path for variable in variables]
     check_backend(model, optimizer, loss, metrics)
     check_kinds(model, strategy, optimizer)
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
-    if not isinstance(shard_update, bool) and shard_update != "auto":
-        raise ValueError(
-            f"shard_update is True, False or 'auto'. Received: shard_update={brief(shard_update)}."
-        )
-    counts = micro_batches if isinstance(micro_batches, (list, tuple)) else [micro_batches]
-    parts = max(check_count("micro_batches", count, error=ValueError) for count in counts)
+    parts = check_options(options)
     # In this order. Of the functions of replicas the first feature is the innermost; the gradient
     # goes from the first to the last.
     own: list[Feature] = []
@@ -148,6 +146,7 @@ def make_train_step(
         passes, optimizer, strategy, _features(strategy, own, verify),
         metrics=StepMetrics(metrics, passes, strategy),
         shard_update=shard_update, settings=settings,
+        options=asked_for(make_train_step, options),
     )  # fmt: skip
     step.bind()
     if is_built(passes.model):
@@ -231,14 +230,6 @@ def make_predict_step(
     return PredictStep(
         model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     ).bind()
-
-
-def check_verify(verify: bool | str) -> None:
-    """Checks the argument ``verify`` of a step."""
-    if not isinstance(verify, bool) and verify not in ("first", "gradients"):
-        raise ValueError(
-            f"verify is 'first', True, False or 'gradients'. Received: verify={brief(verify)}."
-        )
 
 
 def _loop_of(features: Sequence[Feature]) -> Loop | None:

@@ -102,6 +102,14 @@ class Forward:
         return cls(model, objective, forward, chosen)
 
     @property
+    def loss_name(self) -> str:
+        """The name of the loss, or the names of several."""
+        if self.forward is not None:
+            return getattr(self.forward, "__name__", type(self.forward).__name__)
+        losses = present(tf.nest.flatten(self.objective.loss))
+        return " + ".join(names_of(losses)) or "no loss"
+
+    @property
     def trained(self) -> list[KerasVariable]:
         """The variables to train; a frozen variable is left out."""
         if self.chosen is None:

@@ -16,7 +16,6 @@ from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.steps.shown_step import shown_step
 from tfmultigpu.steps.step import ModelStep
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
@@ -50,7 +49,7 @@ class PredictStep(ModelStep):
 
     def __repr__(self) -> str:
         """Returns what predicts, where, and what the check of it found."""
-        return shown_step(self, self.model.name, self.strategy, [])
+        return self.shown()
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model."""

@@ -18,7 +18,14 @@ from tfmultigpu.steps.taken_in import TakenIn
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Call, Shards, Trace
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import Data, KerasLayer, KerasModel, KerasVariable, Nested, Shard, Untyped
+
+_OUTCOMES = {
+    "same": "as on one device",
+    "different": "not as on one device: print(step.verification)",
+    "not verified": "not compared with one device: print(step.verification)",
+}
 
 
 class Step:
@@ -51,6 +58,7 @@ class ModelStep(Step):
     """A step of one model, with features.
 
     Attributes:
+        strategy: The strategy.
         features: Its optional parts, in their order.
         model: The model.
         assigned: The Keras variables that its traces assign, by their ``id``; None before the
@@ -58,6 +66,7 @@ class ModelStep(Step):
         beside: The layers that its traces call and that are not in the model, by their ``id``.
     """
 
+    strategy: tf.distribute.Strategy
     features: tuple[Feature, ...]
     model: KerasModel
     assigned: dict[int, KerasVariable] | None = None
@@ -66,6 +75,16 @@ class ModelStep(Step):
     _taken_in: TakenIn | None = None
     _version = 0
     _called_before: tuple[KerasLayer, ...] = ()  # Beside the model, by the traces that are stale.
+
+    def shown(self, *does: str) -> str:
+        """Returns a line: what the step does, in a few words each, where, and if that was right."""
+        status = "not called yet"
+        if self.verification is not None:
+            status = _OUTCOMES[self.verification.outcome]
+        elif len(self.runner.programs):
+            status = "not compared with one device"
+        words = ", ".join([*does, describe(self.strategy)])
+        return f"<{type(self).__name__} of {self.model.name!r}: {words}; {status}>"
 
     @property
     def why_each(self) -> str:

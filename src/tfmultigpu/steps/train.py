@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +28,6 @@ from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.replicas import for_all_replicas
 from tfmultigpu.steps.retraces import SETTING, Facts
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.steps.shown_step import shown_loss, shown_options, shown_step
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
@@ -68,6 +68,7 @@ class TrainStep(ModelStep, Looped):
         metrics: StepMetrics,
         shard_update: ShardUpdate = "auto",
         settings: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] = MappingProxyType({}),
         update: Replicated | None = None,
     ) -> None:
         """Use ``make_train_step``, which checks what it is given.
@@ -80,6 +81,7 @@ class TrainStep(ModelStep, Looped):
             metrics: The metrics.
             shard_update: As for ``make_train_step``.
             settings: What the workers compare before the first step.
+            options: What it is shown with.
             update: Who adds and updates; None to choose it when the model is built.
         """
         self.strategy, self.features = strategy, tuple(features)
@@ -88,7 +90,7 @@ class TrainStep(ModelStep, Looped):
         self.runner = Runner(self, [lock_of(unwrap_optimizer(optimizer))])
         self._shard_update, self._settings = shard_update, Settings()
         self._unchecked = settings  # What the workers have not compared yet.
-        self._options = settings or {}
+        self._options = options
         self._batch_spec = None
         self.beside = {}
         if update is not None:
@@ -97,8 +99,8 @@ class TrainStep(ModelStep, Looped):
     def __repr__(self) -> str:
         """Returns what it trains, by what, where, and what the check of it found."""
         optimizer = type(unwrap_optimizer(self.optimizer)).__name__
-        does = [shown_loss(self.forward), optimizer, *shown_options(self._options)]
-        return shown_step(self, self.model.name, self.strategy, does)
+        options = [f"{name}={value!r}" for name, value in self._options.items()]
+        return self.shown(self.forward.loss_name, optimizer, *options)
 
     @property
     def variables(self) -> list[KerasVariable]:

@@ -28,6 +28,12 @@ def is_sharded(variable: KerasVariable) -> bool:
     return is_mirrored(strategy) and len(strategy.experimental_local_results(value)) == 1
 
 
+def is_on_read(variable: KerasVariable) -> bool:
+    """Returns whether a variable, of Keras or TensorFlow, is added up when it is read."""
+    when = variable.synchronization
+    return bool(getattr(when, "name", when).lower() == "on_read")
+
+
 def devices_of(model: KerasModel) -> tuple[str, ...]:
     """Returns the devices of the weights of a model on one replica, in the order of its layers."""
     names = dict.fromkeys(parse_device_name(v.value.device) for v in getattr(model, "weights", ()))

@@ -35,7 +35,7 @@ from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.row_parts import RowParts, copies_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
-from tfmultigpu.strategies.topology import is_mirrored, strategy_of, tf_variable
+from tfmultigpu.strategies.topology import is_mirrored, is_on_read, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import (
     Array,
@@ -299,7 +299,7 @@ def read_state(
             continue
         copies = list(map(_array_of, strategy.experimental_local_results(variable)))
         kinds = {digest_of(copy.tobytes()) for copy in copies}
-        if len(kinds) > 1 or variable.synchronization == tf.VariableSynchronization.ON_READ:
+        if len(kinds) > 1 or is_on_read(variable):
             copies_of[name] = copies
             digests.append(-1)
         else:
@@ -337,8 +337,8 @@ def _for_replicas(variable: tf.Variable, copies: Array, replicas: int) -> Sequen
     copies = copies.view(variable.dtype.as_numpy_dtype)
     if len(copies) == replicas:
         return copies
-    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-    if variable.aggregation == tf.VariableAggregation.SUM and (on_read or len(copies) > 1):
+    is_sum = variable.aggregation == tf.VariableAggregation.SUM
+    if is_sum and (is_on_read(variable) or len(copies) > 1):
         total = copies.sum(0, dtype=copies.dtype)
         return [total] + [np.zeros_like(total)] * (replicas - 1)
     if len(copies) > 1 and (variable.dtype.is_floating or variable.dtype.is_complex):

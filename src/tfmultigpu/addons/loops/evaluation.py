@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,11 @@ import tensorflow as tf
 
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import checked_strategy
-from tfmultigpu.addons.loops.callback_lists import EvaluationCallbacks
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.inputs import Reading, check_steps, feed_of, source_of
-from tfmultigpu.addons.loops.logs import as_list
-from tfmultigpu.addons.loops.loop import Loop
+from tfmultigpu.addons.loops.loop import EvaluationCallbacks, Loop
 from tfmultigpu.addons.loops.methods import (
     around,
     as_method,
@@ -35,6 +33,7 @@ from tfmultigpu.types import (
     KerasModel,
     Model,
     Nested,
+    Scalar,
     Verbose,
     Verify,
 )
@@ -108,7 +107,26 @@ def evaluate(
         with _keeping_metrics(model, strategy):
             logs = _run(model, EvaluationCallbacks(hooks, loop), steps)
     # Keras knows the order of losses only where it has built them itself.
-    return logs if return_dict else as_list(model, logs)
+    return logs if return_dict else _as_list(model, logs)
+
+
+def _as_list(model: KerasModel, logs: Mapping[str, Scalar]) -> Scalar | list[Scalar]:
+    """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
+
+    That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by
+    itself.
+    """
+    names: list[str] = []
+    for metric in model.metrics:
+        # The container of compiled metrics has several.
+        names += [each.name for each in getattr(metric, "metrics", [metric])]
+    # Keras tracks these only once it has trained or evaluated the model itself.
+    names += [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
+    names += sorted(logs)
+    values = [logs[name] for name in dict.fromkeys(names) if name in logs]
+    if len(values) == 1:
+        return values[0]
+    return values
 
 
 def _run(

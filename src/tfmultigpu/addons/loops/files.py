@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import keras
-import tensorflow as tf
 
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import KerasCallback, KerasModel
 
@@ -165,7 +164,7 @@ def _check_all_save(model: KerasModel, savers: Sequence[int]) -> None:
     optimizer = getattr(model, "optimizer", None)
     on_read = []
     for variable in [*model.variables, *getattr(optimizer, "variables", ())]:
-        if tf_variable(variable).synchronization == tf.VariableSynchronization.ON_READ:
+        if is_on_read(variable):
             on_read.append(variable.path)
     if on_read:
         saving = ", ".join(str(worker) for worker, count in enumerate(savers) if count)

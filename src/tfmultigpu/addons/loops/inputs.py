@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.array_batches import shard_arrays
 from tfmultigpu.addons.loops.cache import get_or_make
-from tfmultigpu.addons.loops.class_weights import weighting
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.arguments import brief, check_count
-from tfmultigpu.data.batch_format import count_rows, digest
+from tfmultigpu.data.batch_format import count_rows, digest, unpack_batch
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import Data, FitStart, Json, KerasModel
+from tfmultigpu.types import Data, FitStart, Json, KerasModel, Scalar, Shard
 
 _STEPS = {"training": "steps_per_epoch", "validation": "validation_steps"}
 
@@ -293,3 +293,46 @@ def _length(data: Data, batches: ShardedDataset, reading: Reading) -> int | None
             f"Write {name}=100, or leave out .repeat().",
         )
     return None
+
+
+def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, Shard, Scalar]]:
+    """Returns a function that adds sample weights to a batch ``(x, y)``; other classes weigh 1."""
+    try:
+        weights = {operator.index(key): float(weight) for key, weight in class_weight.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise DataError(
+            "class_weight must be a dict from class number to weight.",
+            f"class_weight={brief(class_weight)}",
+            "Write class_weight={0: 1.0, 1: 5.0}.",
+        ) from None
+    classes = sorted({-1, *weights})  # Never empty.
+    of_classes = [weights.get(number, 1.0) for number in classes]
+
+    def weigh(*batch: Shard) -> tuple[Shard, Shard, Scalar]:
+        x, y, sample_weight = unpack_batch(batch)
+        if sample_weight is not None or y is None or tf.nest.is_nested(y):
+            raise DataError(
+                "Class weights and sample weights cannot be combined, and class weights are for "
+                "one output.",
+                f"class_weight={brief(weights)}, labels of shape {_shapes_of(y)}, sample weights "
+                f"of shape {_shapes_of(sample_weight)}",
+                "Give sample weights for each output: (x, y, sample_weight).",
+            )
+        if y.shape.rank > 1 and y.shape[-1] > 1:
+            labels = tf.argmax(y, axis=-1, output_type=tf.int32)  # One-hot.
+        elif y.shape.rank > 1:
+            labels = tf.cast(tf.round(tf.squeeze(y, -1)), tf.int32)
+        else:
+            labels = tf.cast(tf.round(y), tf.int32)
+        flat = tf.reshape(labels, [-1])
+        places = tf.minimum(tf.searchsorted(classes, flat), len(classes) - 1)
+        weight = tf.gather(tf.constant(of_classes, keras.config.floatx()), places)
+        of_rows = tf.where(tf.gather(classes, places) == flat, weight, 1)
+        return x, y, tf.reshape(of_rows, tf.shape(labels))
+
+    return weigh
+
+
+def _shapes_of(tensors: Shard) -> Shard:
+    """Returns the shapes of tensors in their structure: an error shows no value of a row."""
+    return tf.nest.map_structure(lambda leaf: getattr(leaf, "shape", leaf), tensors)

@@ -11,6 +11,7 @@ from tfmultigpu.addons.loops.evaluation import evaluate
 from tfmultigpu.addons.loops.methods import as_method, check_names, refuse_own_methods
 from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.training import fit
+from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import KerasModel, Options
 
@@ -51,7 +52,7 @@ def prepare(model: KerasModel, **options: object) -> ExitStack:
             f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "
             "tmg.prepare(model)."
         )
-    known = inspect.signature(fit).parameters.keys()
+    known = {*inspect.signature(fit).parameters, *StepOptions.__annotations__}
     check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
     verify: Options = {}

@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build_if_needed, checked_strategy, get_or_make
-from tfmultigpu.addons.loops.compilation import choose_compilation
 from tfmultigpu.addons.loops.compiled import (
     EpochMetrics,
     check_labels,
+    choose_compilation,
     compile_arguments,
     metrics_inside,
     read_compiled,
@@ -31,20 +31,13 @@ from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.options import asked_for
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import BatchSpec, Function, KerasMetric, KerasModel, Metrics, Options, Verify
 
 _log = logging.getLogger("tfmultigpu")
 _Step = TypeVar("_Step", TrainStep, EvalStep)
-_DEFAULTS = {
-    "micro_batches": 1,
-    "clip_norm": None,
-    "loss_scale": None,
-    "shard_update": "auto",
-    "forward": None,
-    "verify": "first",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Program:
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
         options_of_step = {"forward": forward, **options, "verify": verify}
-        beside = [name for name, value in options_of_step.items() if value != _DEFAULTS[name]]
+        beside = list(asked_for(make_train_step, options_of_step))
         if step is not None and beside:
             raise ValueError(
                 f"A step has its own options. Received: {beside[0]} and a step. Give it to "

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.callback_lists import FitCallbacks
 from tfmultigpu.addons.loops.evaluation import evaluation_methods
 from tfmultigpu.addons.loops.hooks import Hooks, is_resuming, to_list
 from tfmultigpu.addons.loops.inputs import (
@@ -26,6 +25,7 @@ from tfmultigpu.addons.loops.inputs import (
     split_off,
     validation_source,
 )
+from tfmultigpu.addons.loops.loop import FitCallbacks
 from tfmultigpu.addons.loops.methods import around, check_names, in_one_thread, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
@@ -34,7 +34,8 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
-from tfmultigpu.steps.make import check_verify
+from tfmultigpu.steps.make import make_train_step
+from tfmultigpu.steps.options import StepOptions, all_options, check_verify
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
@@ -42,11 +43,9 @@ from tfmultigpu.types import (
     ForwardFunction,
     KerasCallback,
     KerasModel,
-    LossScaling,
     Model,
     Nested,
     Options,
-    ShardUpdate,
     StepsPerCall,
     Verbose,
     Verify,
@@ -78,6 +77,10 @@ class KerasArguments(TypedDict, total=False):
     validation_freq: int | Sequence[int]
 
 
+class FitArguments(StepOptions, KerasArguments):
+    """Arguments of ``fit`` that mean what they mean in ``make_train_step`` and in Keras."""
+
+
 @in_one_thread
 def fit(
     model: Model,
@@ -91,14 +94,10 @@ def fit(
     forward: ForwardFunction | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
-    micro_batches: int | Sequence[int] = 1,
-    clip_norm: float | None = None,
-    loss_scale: LossScaling = None,
-    shard_update: ShardUpdate = "auto",
     shares: Sequence[float] | None = None,
     steps_per_call: StepsPerCall = "auto",
     verify: Verify = "first",
-    **arguments: Unpack[KerasArguments],
+    **arguments: Unpack[FitArguments],
 ) -> History:
     """Trains a model for epochs; the result equals ``model.fit`` on one device.
 
@@ -125,16 +124,13 @@ def fit(
             or ``"NAME_loss"`` for each step of a chain, and its metrics.
         eval_step: A step of ``make_eval_step`` for validation; None means ``forward``, or the
             compiled losses.
-        micro_batches: See ``make_train_step``.
-        clip_norm: See ``make_train_step``.
-        loss_scale: See ``make_train_step``.
-        shard_update: See ``make_train_step``.
         shares: Relative share of each global batch per replica; None means equal shares.
         steps_per_call: Steps in one call into TensorFlow. ``"auto"`` takes as many as fit into a
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
         verify: See ``make_train_step``; also applies to validation.
-        **arguments: All others of ``keras.Model.fit``, with its defaults, such as
+        **arguments: ``micro_batches``, ``clip_norm``, ``loss_scale`` and ``shard_update`` of
+            ``make_train_step``, and all others of ``keras.Model.fit``, with its defaults, such as
             ``validation_data``, ``class_weight`` and ``callbacks``.
 
     Returns:
@@ -165,12 +161,7 @@ def fit(
     of_keras = {**arguments, "batch_size": batch_size, "epochs": epochs, "verbose": verbose}
     given = checked_arguments(of_keras)
     source = source_of("fit", data, x=x, y=y, sample_weight=given["sample_weight"])
-    options = {
-        "micro_batches": micro_batches,
-        "clip_norm": clip_norm,
-        "loss_scale": loss_scale,
-        "shard_update": shard_update,
-    }
+    options = all_options(make_train_step, arguments)
     program = Program.of(model, forward, step, eval_step, verify, options)
     strategy = program.strategy
     callbacks = to_list(given["callbacks"])
@@ -304,7 +295,7 @@ def checked_arguments(kwargs: Mapping[str, object]) -> Options:
     """Returns all arguments, with the defaults of Keras."""
     of_keras = inspect.signature(keras.Model.fit).parameters
     explicit = list(inspect.signature(fit).parameters)[:-1]
-    check_names("fit", kwargs, {*KerasArguments.__annotations__, *explicit})
+    check_names("fit", kwargs, {*FitArguments.__annotations__, *explicit})
     arguments = dict(kwargs)
     for name in KerasArguments.__annotations__:
         arguments.setdefault(name, of_keras[name].default)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.steps.compare import furthest
 from tfmultigpu.types import Scalar
 
 _SHOWN = 8  # Differences in an error.
@@ -53,24 +54,8 @@ class Difference:
 
 
 def difference(expected: object, actual: object, quantity: str = "", step: int = 0) -> Difference:
-    """Returns the largest difference between two arrays of numbers, strings or booleans."""
-    one, other = np.asarray(expected), np.asarray(actual)
-    if one.shape != other.shape:
-        return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
-    if not one.size:
-        return Difference(quantity, step, 0.0)
-    kind = one.dtype.kind
-    if kind in "OSUb":
-        amounts = np.where(one == other, 0.0, np.inf)
-    else:
-        wide = one.astype("complex128" if kind == "c" else "float64")
-        found = other.astype(wide.dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            amounts = np.abs(wide - found) / np.maximum(1.0, np.abs(wide))
-        same = (wide == found) | (np.isnan(wide) & np.isnan(found))
-        amounts = np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
-    place = tuple(map(int, np.unravel_index(int(np.argmax(amounts)), amounts.shape)))
-    return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])
+    """Returns the largest difference between two arrays of numbers, texts or booleans."""
+    return Difference(quantity, step, *furthest(expected, actual, relative=True))
 
 
 def differs(strategy: tf.distribute.Strategy) -> str:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfmultigpu.addons.testing.differences import Difference, difference, differs, tell
 from tfmultigpu.arguments import check_callable
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.steps.compare import values_of
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.types import Nested, Untyped
 
@@ -139,8 +140,7 @@ def _named(
             yield from _named(part, f"{name}[{place}]", strategy)
     elif isinstance(value, keras.Variable | tf.Variable):
         path = getattr(value, "path", value.name)
-        variable = value.value if isinstance(value, keras.Variable) else value
-        yield f"{name} ({path})", _copies(variable, strategy)
+        yield f"{name} ({path})", values_of(strategy, value)
     elif isinstance(value, tf.distribute.DistributedValues):
         raise TfMultiGpuError(
             "strategy.run returns a value for each replica, and one device has one.",
@@ -153,13 +153,6 @@ def _named(
             yield f"{name}, component {place}", [part.numpy()]
     elif value is not None:
         yield name, [_array(value, name)]
-
-
-def _copies(variable: tf.Variable, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
-    # A variable that replicas add up when it is read, as metrics do, is one value.
-    if variable.synchronization == tf.VariableSynchronization.ON_READ:
-        return [np.asarray(tf.convert_to_tensor(variable))]
-    return [np.asarray(copy) for copy in strategy.experimental_local_results(variable)]
 
 
 def _array(value: Untyped, name: str) -> np.ndarray:

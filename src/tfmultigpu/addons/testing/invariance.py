@@ -10,13 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.testing import functions
-from tfmultigpu.addons.testing.differences import (
-    Difference,
-    ReplicaInvarianceError,
-    difference,
-    differs,
-    tell,
-)
+from tfmultigpu.addons.testing.differences import Difference, difference, differs, tell
 from tfmultigpu.addons.testing.reference import OneDevice, Training
 from tfmultigpu.arguments import brief, check_callable, check_count
 from tfmultigpu.data import distribute_dataset
@@ -25,8 +19,6 @@ from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Array, Data, Function, Options, Scalar, Shard
-
-__all__ = ["Difference", "ReplicaInvarianceError", "assert_replica_invariant", "difference"]
 
 _TRAINING = "return tmg.testing.Training(model, optimizer, loss)"
 Quantities: TypeAlias = list[tuple[str, Array | Scalar]]  # Names and values after a step.

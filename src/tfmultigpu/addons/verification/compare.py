@@ -20,6 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step, contents_of_tables
+from tfmultigpu.steps.compare import Furthest, furthest, values_of, wide
+from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.types import Array, Dtype, KerasLayer, Logs
 
 _TINY = float(np.finfo("float32").tiny)
@@ -80,34 +82,37 @@ class Quantity:
         return self.key.split()[0]
 
     @functools.cached_property
-    def apart(self) -> tuple[float, float, float] | None:
-        """Both numbers where they lie furthest apart, and how far; None within the bounds."""
+    def apart(self) -> Furthest | None:
+        """Where it lies furthest apart on the first replica beyond the bounds; or None."""
         for actual in self.actuals:
-            found = furthest(self.expected, actual, self.bound)
-            if found and found[2] > self.slack:
-                return found
+            apart = beyond_bounds(self.expected, actual, self.bound, self.slack)
+            if apart is not None:
+                return apart
         return None
 
     def __str__(self) -> str:
         """Returns its name and both numbers, with as many digits as tell them apart."""
         assert self.apart is not None
-        for digits in (4, 6, 9, 17):
-            expected, actual = (f"{number:.{digits}g}" for number in self.apart[:2])
-            if expected != actual:
-                break
+        expected, actual = self.apart.expected, self.apart.actual
+        if not isinstance(expected, str):  # As shapes are.
+            numbers = wide([expected, actual])
+            for digits in (4, 6, 9, 17):
+                expected, actual = (f"{number:.{digits}g}" for number in numbers)
+                if expected != actual:
+                    break
         return f"{self.name} is {expected} on one device and {actual} as computed"
 
     def is_steady(self, still: Numbers, again: Numbers) -> bool:
         """Returns whether two runs on one device agree on it."""
-        return furthest(still[self.key], again[self.key], self.bound) is None
+        return beyond_bounds(still[self.key], again[self.key], self.bound) is None
 
     def is_beyond(self, still: Numbers, moved: Sequence[Numbers], margin: float) -> bool:
         """Returns whether it lies further apart than so many times what moved weights change."""
         assert self.apart is not None
-        base = np.asarray(still[self.key], "float64")
-        change = max(_size(np.asarray(each[self.key], "float64") - base) for each in moved)
+        base = wide(still[self.key])
+        change = max(_size(wide(each[self.key]) - base) for each in moved)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * change
+        return not self.apart.distance <= margin * change
 
 
 class Rounding:
@@ -135,27 +140,20 @@ def _epsilon(dtype: Dtype) -> float:
     return float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
-def furthest(expected: Array, actual: Array, bound: float) -> tuple[float, float, float] | None:
-    """Returns both numbers where arrays lie furthest apart, and how far; of other shapes the sizes.
+def beyond_bounds(
+    expected: Array, actual: Array, bound: float, slack: float = 0.0
+) -> Furthest | None:
+    """Returns where arrays lie furthest apart; None within an absolute ``slack``, or a ``bound``.
 
-    None within the bound, relative to the largest of the first; integers and NaN must be equal.
+    The bound is relative to the largest number that is expected; integers must be equal.
     """
-    expected, actual = np.atleast_1d(expected), np.atleast_1d(actual)
-    if expected.shape != actual.shape:
-        return float(expected.size), float(actual.size), math.inf
-    is_float = expected.dtype.kind in "fc" or expected.dtype.name == "bfloat16"
-    expected, actual = expected.astype("float64"), actual.astype("float64")
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(expected - actual)
-    apart[(expected == actual) | (np.isnan(expected) & np.isnan(actual))] = 0.0
-    apart[np.isnan(apart)] = np.inf
-    allowed = 0.0
-    if is_float:
-        allowed = bound * max(_size(expected[np.isfinite(expected)]), _TINY)
-    if not apart.size or apart.max() <= allowed:
-        return None
-    where = np.unravel_index(np.argmax(apart), apart.shape)
-    return float(expected[where]), float(actual[where]), float(apart[where])
+    expected = np.asarray(expected)
+    allowed = slack
+    if expected.dtype.kind in "fc" or expected.dtype.name == "bfloat16":
+        largest = _size(expected[np.isfinite(wide(expected))])
+        allowed = max(slack, bound * max(largest, _TINY))
+    apart = furthest(expected, actual)
+    return apart if apart.distance > allowed else None
 
 
 def compared(
@@ -177,17 +175,13 @@ def compared(
         yield Quantity(name, shown, expected[name], [number], bound, _EPSILON)
     paths = _paths_in_metrics(device.step)
     for i, variable in enumerate(device.states):
-        # As it is read beside the replicas, then each copy.
-        copies = [tf.convert_to_tensor(variable.value)]
-        if variable.synchronization != "on_read":  # It is of no metric.
-            copies += local(variable.value)
-        values = [copy.numpy() for copy in copies]
+        values = values_of(device.strategy, variable)
         whole = expected[f"state {i}"]
         if variable.trainable:  # The update has changed it since: its copies are compared alone.
             whole = values[0]
         name = f"the state {paths.get(id(variable), variable.path)!r}"
-        is_metric = variable.synchronization == "on_read"
-        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum(), is_metric=is_metric)
+        state = f"state {i}", name, whole, values, bounds.of_sum()
+        yield Quantity(*state, is_metric=is_on_read(variable))
     for i, own in enumerate(device.own):
         name, value = f"the tf.Variable {own.name!r}", own.numpy()
         yield Quantity(f"own {i}", name, expected[f"own {i}"], [value], bounds.of_sum())
@@ -226,4 +220,4 @@ def _paths_in_metrics(step: Step) -> dict[int, str]:
 
 def _size(array: Array) -> float:
     """Returns the largest absolute number."""
-    return float(np.max(np.abs(np.asarray(array, "float64")), initial=0.0))
+    return float(np.max(np.abs(wide(array)), initial=0.0))

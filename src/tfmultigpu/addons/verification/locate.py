@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
-from tfmultigpu.addons.verification.compare import Quantity, Verification, furthest
+from tfmultigpu.addons.verification.compare import Quantity, Verification, beyond_bounds
 from tfmultigpu.addons.verification.one_device import OneDevice, Step, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
@@ -489,4 +489,4 @@ def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: floa
         times = whole.shape[0] // rows
         blocks = whole.reshape(times, rows, *whole.shape[1:])[:, begin:end]
         candidates += [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
-    return any(furthest(each, piece, bound) is None for each in candidates)
+    return any(beyond_bounds(each, piece, bound) is None for each in candidates)
