@@ -16,10 +16,10 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 29_150,
+    "src together": 29_380,
     "src/*": 1_260,
     "src/_compat": 930,
-    "src/accumulation": 2_900,
+    "src/accumulation": 3_070,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
     "src/addons/diagnostics": 1_160,
@@ -32,7 +32,7 @@ BUDGETS = {
     "src/data": 2_340,
     "src/devices": 700,
     "src/steps": 7_450,
-    "src/strategies": 2_120,
+    "src/strategies": 2_170,
     "tests together": 40_200,
 }
 

@@ -34,7 +34,7 @@ BLOCKS = (
     ),
     broken(
         "the loss scale is not taken out again",
-        "values / tf.cast(self._value(), values.dtype)",
+        "values / tf.cast(scale, values.dtype)",
         "values",
         "test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[2-global_clipnorm]",
     ),

@@ -46,7 +46,7 @@ FLOAT16 = (
     ),
     broken(
         "a scaled pair that reaches no window is not told",
-        "if any(use.differentiated and not use.undone for use in uses):",
+        "if any(use.lost for use in uses):",
         "if False:",
         "test_float16.py::test_a_pair_without_a_scale_and_a_scale_without_a_window",
     ),

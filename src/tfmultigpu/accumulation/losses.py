@@ -152,12 +152,12 @@ def claim(use: Use | None) -> list[Use]:
     """Returns the uses that gradients may be of which come with no pair, or with a new one.
 
     Args:
-        use: That of the pair that comes with them; None if it is not known. A ``tf.function`` that
-            returns a pair makes another one of it.
+        use: The use of the pair that comes with them; None if it is not known. A ``tf.function``
+            that returns a pair makes another one of it.
     """
     if use is not None:
-        others = [each for each in _unclaimed.uses if each[0] is not use]
-        _unclaimed.uses = deque(others, _unclaimed.uses.maxlen)
+        for noted in [noted for noted in _unclaimed.uses if noted[0] is use]:
+            _unclaimed.uses.remove(noted)
         return []
     here = tf.compat.v1.get_default_graph()
     found: list[Use] = []

@@ -130,7 +130,7 @@ def stages_of(gradients: Sequence[Gradient]) -> list[Stage]:
 
 
 def scale_of(gradient: Gradient, now: Scalar) -> Scalar:
-    """Returns the loss scale in a gradient: that of its losses, or if it is not known that now."""
+    """Returns the loss scale in a gradient: its losses' scale, or the one now if that is unknown."""
     stage = getattr(gradient, REDUCED, None)
     if stage is None or stage.scale is None:
         return now

@@ -141,7 +141,7 @@ def _rows_here() -> Rows | None:
 
 
 def _if_alike(offsets: Tensor, other: Tensor) -> Tensor:
-    """Returns the offsets of a batch, if those of another batch are equal to them."""
+    """Returns the offsets of a batch, if another batch has the same ones."""
     same, both = tf.reduce_all(offsets == other), tf.concat([offsets, other], 0)
     if not tf.is_symbolic_tensor(same) and not same:
         raise OTHER_ROWS.as_error(LossError, f"{OTHER_ROWS.text} {both.numpy()}")

@@ -25,7 +25,7 @@ def call_on_replica(
     Args:
         strategy: The strategy.
         function: What was traced for the first replica, with ``_compat.called_as_whole()``.
-        number: The number of the replica among those of this process.
+        number: The number of the replica in this process.
         tensors: The arguments of the function.
 
     Returns:
@@ -46,7 +46,7 @@ def call_on_replica(
 def call(
     function: ConcreteFunction, tensors: Sequence[Tensor], captured: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Calls a function with other captured tensors than those of its trace."""
+    """Calls a function with tensors in place of the captured ones of its trace."""
     outputs: list[Tensor] = tf.raw_ops.StatefulPartitionedCall(
         args=[*tensors, *captured],
         Tout=[tensor.dtype for tensor in function.outputs],
