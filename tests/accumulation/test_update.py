@@ -27,6 +27,7 @@ from one_device import ByHand, Replicated, cut, unused_strategy
 from problems import crossentropy, labelled, network
 
 import tfmultigpu as tmg
+from tfmultigpu.accumulation import replicated
 from tfmultigpu.accumulation.replicated import assign_owners
 from tfmultigpu.accumulation.update import (
     PAYS_FROM,
@@ -243,6 +244,52 @@ class Halving(optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         self.rate.assign(self.rate * 0.5)
         return tf.convert_to_tensor(self.rate)
+
+
+class CountsUpdates(optimizers.Adam):
+    """Counts how often the update of a variable is traced."""
+
+    updates = 0
+
+    def update_step(self, *args: Any) -> None:
+        self.updates += 1
+        super().update_step(*args)
+
+
+# Fails if an update is traced for each replica whose optimizer was built before, with its state on
+# all of them; or if the copies of a variable are updated otherwise than the first.
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+def test_an_optimizer_that_was_built_before_is_traced_once(
+    loss_scale: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "PAYS_FROM_VARIABLES", 4)
+    traced: dict[int, int] = {}
+
+    def train(strategy: tf.distribute.Strategy) -> Any:
+        with strategy.scope():
+            keras.utils.set_random_seed(2)
+            constraint = keras.constraints.MaxNorm(1.0)
+            hidden = keras.layers.Dense(4, "tanh", kernel_constraint=constraint)
+            model = network(6, hidden, keras.layers.Dense(4))
+            rate = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+            optimizer = CountsUpdates(rate, **EVERYTHING)
+            optimizer.build(model.trainable_variables)
+        step = tmg.make_train_step(
+            model, optimizer, crossentropy(), strategy, loss_scale=loss_scale, verify=False
+        )
+        x, y, _ = labelled(12, 6, 4)
+        for rows in (12, 7, 2):
+            step((x[:rows], y[:rows]))
+        traced[strategy.num_replicas_in_sync] = optimizer.updates
+        state: list[Any] = [*model.variables, *optimizer.variables]
+        for variable in state:
+            first, *others = strategy.experimental_local_results(variable.value)
+            for copy in others:
+                np.testing.assert_array_equal(copy, first)
+        return [variable.numpy() for variable in state]
+
+    tmg.testing.assert_replica_invariant(train, replicas=(2, 3))
+    assert len(set(traced.values())) == 1
 
 
 def test_a_learning_rate_with_a_state_is_asked_once_per_update() -> None:
