@@ -70,6 +70,10 @@ def test_lists_are_those_of_keras(replicas: int) -> None:
     model, truth = pair(replicas, classifier, lambda: {"loss": LOSS})
     value = tmg.evaluate(model, x=X, y=KIND, sample_weight=WEIGHT)
     assert value == pytest.approx(in_one_batch(truth, X, KIND, WEIGHT)["loss"], rel=1e-5)
+    names = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    model, truth = pair(replicas, classifier, lambda: {"loss": LOSS, **names})
+    expected = truth.evaluate(X, KIND, len(X), 0, WEIGHT)
+    assert tmg.evaluate(model, X, KIND, 9, 0, WEIGHT) == pytest.approx(expected, rel=1e-5)
 
 
 # Predicting ---------------------------------------------------------------------------------------

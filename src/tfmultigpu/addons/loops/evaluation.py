@@ -114,16 +114,17 @@ def _as_list(model: KerasModel, logs: Mapping[str, Scalar]) -> Scalar | list[Sca
     """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
 
     That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by
-    itself.
+    itself. A name that is among the metrics twice, weighted and not, is there twice.
     """
     names: list[str] = []
     for metric in model.metrics:
         # The container of compiled metrics has several.
         names += [each.name for each in getattr(metric, "metrics", [metric])]
     # Keras tracks these only once it has trained or evaluated the model itself.
-    names += [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
-    names += sorted(logs)
-    values = [logs[name] for name in dict.fromkeys(names) if name in logs]
+    others = [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
+    others += sorted(logs)
+    names += [name for name in dict.fromkeys(others) if name not in names]
+    values = [logs[name] for name in names if name in logs]
     if len(values) == 1:
         return values[0]
     return values
