@@ -160,7 +160,9 @@ class GradientAccumulator:
         self._fixed = fixed
         scaled, scale = (None, None) if use is None else (use.scaled, use.scale)
         claimed = claim(use)
-        if any(each.lost for each in claimed):
+        if lost := [each for each in claimed if each.lost]:
+            for each in lost:  # Reported here, so that unscale does not report it again.
+                each.forget_divisor()
             raise pair_is_missing()
         for each in claimed:
             scaled, scale = True, each.scale
