@@ -110,6 +110,8 @@ def name_of(function: Untyped) -> str:
 def brief(value: Untyped) -> str:
     """Returns a value of the user in a few words: never the data that it holds."""
     kind = type(value).__name__
+    if kind in ("EagerTensor", "SymbolicTensor"):
+        kind = "Tensor"
     if isinstance(value, Mapping):
         first = itertools.islice(value.items(), _PARTS_SHOWN)
         return "{" + _joined([f"{brief(key)}: {brief(part)}" for key, part in first], value) + "}"

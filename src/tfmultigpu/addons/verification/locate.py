@@ -440,11 +440,12 @@ def _forward(
             return result
 
         def add(original: Function, layer: KerasLayer, losses: Nested) -> Nested:
-            for tensor in dense(losses):
-                if tensor.graph is graph:
+            for tensor in tf.nest.flatten(losses):  # Whole numbers too.
+                if isinstance(tensor, tf.Tensor) and tensor.graph is graph:
                     adders.append(layer)
                     # A number is a mean over the rows, values are summed.
-                    added.append(tf.reduce_mean(tensor) * tf.cast(rows.count, tensor.dtype))
+                    mean = tf.reduce_mean(tf.cast(tensor, tf.float64))
+                    added.append(mean * tf.cast(rows.count, tf.float64))
             return original(layer, losses)
 
         # Keras offers no access to the outputs of layers inside a subclassed model.
@@ -459,8 +460,7 @@ def _forward(
         draws[:] = [draw.place for draw in seen]
         sizes = cast_all([draw.size for draw in seen], tf.int64)
         outputs, losses = cast_all(kept, tf.float64), cast_all(sums, tf.float64)
-        more = cast_all(added, tf.float64)
-        return _Piece(rows.first, rows.count, outputs, losses, more, sizes)
+        return _Piece(rows.first, rows.count, outputs, losses, added, sizes)
 
     def traced(local: list[Shard], offsets: Tensor) -> Nested:
         in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
