@@ -353,6 +353,16 @@ def test_a_scale_whose_mark_is_lost_is_told(replicas, add, update, words):
     np.testing.assert_allclose(trains_by_hand(replicas, scaled_sum, apply_scaled), expected)
 
 
+# Fails if the sum of a pair is taken for the weight that divides it.
+def test_the_sum_of_a_pair_is_no_weight():
+    def add(x, variables, window, scale):
+        gradients, pair = differentiated(x, variables, lambda pair: pair.sum)
+        window.add(gradients, pair.sum)
+
+    with pytest.raises(TypeError, match=r"weight=pair\.sum\. Write accumulator\.add"):
+        trains_by_hand(2, add, apply)
+
+
 # Fails if a mean that divides the sum by a number of rows is taken for a sum.
 @pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (2, True)])
 def test_a_sum_divided_by_its_rows_is_told(replicas, compiled):

@@ -16,10 +16,10 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 29_380,
+    "src together": 29_420,
     "src/*": 1_260,
     "src/_compat": 930,
-    "src/accumulation": 3_070,
+    "src/accumulation": 3_090,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
     "src/addons/diagnostics": 1_160,
@@ -33,7 +33,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 7_450,
     "src/strategies": 2_170,
-    "tests together": 40_200,
+    "tests together": 40_270,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

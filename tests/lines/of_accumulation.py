@@ -326,6 +326,31 @@ def loss_scale_of_two_windows(told: Told) -> None:
     assert float(scale.unscale(accumulator.reduce()[0])[1])
 
 
+@example("scale is a tmg.LossScale")
+def loss_scale_optimizer_as_scale(told: Told) -> None:
+    def apply_by_optimizer(hand: Hand) -> None:
+        hand.window.apply(hand.optimizer, scale=hand.optimizer)
+
+    with told(TypeError, "LossScaleOptimizer|SGD|Adam"):
+        by_hand(sum_of, apply_by_optimizer, eager=True)
+    right(scaled, apply_scaled)
+
+
+@example("add takes the gradients in the order of its variables")
+def gradients_in_another_order(told: Told) -> None:
+    variables = (model := made()).trainable_variables
+    accumulator = window(variables)
+
+    def add(of: Any) -> None:
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum("mse", Y, model(X))
+        accumulator.add(tape.gradient(pair.sum, of), pair)
+
+    with told(tmg.TfMultiGpuError, "of shape"):
+        strategy_of(2).run(add, args=(variables[::-1],))
+    strategy_of(2).run(add, args=(accumulator.variables,))
+
+
 @example("The losses of one accumulator need one loss scale")
 def one_of_two_losses_scaled(told: Told) -> None:
     def two_losses(target_of: Any) -> Any:

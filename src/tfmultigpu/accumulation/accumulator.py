@@ -19,7 +19,7 @@ from tfmultigpu.accumulation.gradients import (
     warn_of_variables,
 )
 from tfmultigpu.accumulation.loss_scale import LossScale
-from tfmultigpu.accumulation.losses import LossSum, claim, is_fixed, use_of
+from tfmultigpu.accumulation.losses import LossSum, claim, is_fixed, is_sum, use_of
 from tfmultigpu.accumulation.stages import (
     CARRYING,
     REDUCED_BY_SCALED,
@@ -133,10 +133,11 @@ class GradientAccumulator:
                 scale; or the accumulator was created under another strategy.
         """
         is_scalar = not isinstance(weight, (str, Sequence)) or isinstance(weight, LossSum)
-        if weight is None or not is_scalar:
+        if weight is None or not is_scalar or is_sum(weight):
             raise TypeError(
                 "add needs the weight by which the sum of these losses is to be divided: replicas "
-                f"and micro-batches need not have the same. Received: weight={brief(weight)}. "
+                "and micro-batches need not have the same. Received: "
+                f"weight={'pair.sum' if is_sum(weight) else brief(weight)}. "
                 "Write accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
                 "pair = tmg.loss_sum(loss, y, outputs); or give the number of rows in the sum."
             )
@@ -148,6 +149,13 @@ class GradientAccumulator:
             )
         if self._context() is None:
             raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
+        for variable, gradient in zip(self.variables, gradients, strict=True):
+            if gradient is not None and not gradient.shape.is_compatible_with(variable.shape):
+                raise TfMultiGpuError(
+                    "add takes the gradients in the order of its variables.",
+                    f"shape {gradient.shape} for {variable.name!r} of shape {variable.shape}",
+                    "Write window.add(tape.gradient(pair.sum, window.variables), pair).",
+                )
         check_gradients(self.variables, gradients)
         fixed, use = is_fixed(weight), use_of(weight)
         if self._fixed not in (None, fixed):
@@ -227,12 +235,19 @@ class GradientAccumulator:
                 optimizer is a ``LossScaleOptimizer`` and ``scale`` is None.
             ScopeError: The optimizer was created outside the scope of the strategy.
             ValueError: ``clip_norm`` is not a positive, finite number.
+            TypeError: ``scale`` is not a ``LossScale``.
         """
         if self._context() is not None:
             check_reduced("apply")
         if clip_norm is not None:
             clip_norm = check_positive(
                 "clip_norm", clip_norm, "To clip nothing, leave clip_norm out."
+            )
+        if scale is not None and not isinstance(scale, LossScale):
+            raise TypeError(
+                f"scale is a tmg.LossScale. Received: {brief(scale)}. Write in strategy.scope(): "
+                "scale = tmg.LossScale(); in the replica: target = scale.scale_loss(pair); and "
+                "outside: window.apply(optimizer, scale=scale)."
             )
         gradients: list[Gradient] = self.reduce()[0]
         where = None

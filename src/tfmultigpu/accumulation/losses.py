@@ -30,7 +30,7 @@ from tfmultigpu.types import Function, Graph, KerasLoss, Loss, Nested, Scalar, T
 
 rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
-_FIXED, _USE = "_tfmultigpu_fixed", "_tfmultigpu_use"
+_FIXED, _USE, _SUM = "_tfmultigpu_fixed", "_tfmultigpu_use", "_tfmultigpu_sum"
 _LOSS = "def loss(y_true, y_pred), which returns one value per example; or a name, loss='mse'."
 _CROSSENTROPY = "crossentropy", "ce"  # The shapes of a batch tell which of three it is.
 _OTHER_ROWS = GraphMessage(
@@ -188,8 +188,15 @@ def _depends_on_rows(factor: Tensor, total: Tensor) -> bool:
     return False
 
 
+def is_sum(weight: Scalar) -> bool:
+    """Returns whether this is the sum of a pair, which is given in place of its weight."""
+    return hasattr(weight, _SUM)
+
+
 def note_use(pair: LossSum, use: Use) -> None:
     """Notes the use of a pair on its sum and on its weight, which may travel alone."""
+    with suppress(AttributeError):
+        setattr(pair.sum, _SUM, True)
     for part in pair:
         with suppress(AttributeError):  # A number is not a tensor.
             setattr(part, _USE, use)

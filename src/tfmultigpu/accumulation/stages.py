@@ -130,7 +130,7 @@ def stages_of(gradients: Sequence[Gradient]) -> list[Stage]:
 
 
 def scale_of(gradient: Gradient, now: Scalar) -> Scalar:
-    """Returns the loss scale in a gradient: its losses' scale, or the one now if that is unknown."""
+    """Returns the loss scale in a gradient; the one now, if the scale of its losses is unknown."""
     stage = getattr(gradient, REDUCED, None)
     if stage is None or stage.scale is None:
         return now
