@@ -337,9 +337,10 @@ def apply_returned(window, optimizer, scale):
 @pytest.mark.parametrize(
     ("add", "update", "words"),
     [
-        (by_a_function, apply, "in the function that calls scale_loss"),
+        (by_a_function, apply, "still carry the loss scale"),
         (by_a_function, apply_scaled, "in the function that calls scale_loss"),
-        (with_rows, apply, r"Write window\.add\(gradients, pair\)"),
+        (with_rows, apply, "still carry the loss scale"),
+        (with_rows, apply_scaled, r"Write window\.add\(gradients, pair\)"),
         (number_with_rows, apply, "still carry the loss scale"),
         (scaled_sum, apply_returned, "still carry the loss scale"),
     ],

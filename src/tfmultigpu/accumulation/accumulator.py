@@ -26,7 +26,6 @@ from tfmultigpu.accumulation.stages import (
     Reduced,
     Stage,
     check_one_scale,
-    pair_is_missing,
 )
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.accumulation.update import apply_reduced_gradients
@@ -167,13 +166,11 @@ class GradientAccumulator:
             )
         self._fixed = fixed
         scaled, scale = (None, None) if use is None else (use.scaled, use.scale)
-        claimed = claim(use)
-        if lost := [each for each in claimed if each.lost]:
-            for each in lost:  # Reported here, so that unscale does not report it again.
-                each.forget_divisor()
-            raise pair_is_missing()
-        for each in claimed:
-            scaled, scale = True, each.scale
+        here = tf.compat.v1.get_default_graph()
+        for claimed in claim(use):
+            scaled, scale = True, claimed.scale
+            if tf.is_symbolic_tensor(scale) and scale.graph is not here:
+                scale = None  # A function that was called has it.
         self._note_scaled(scaled)
         if isinstance(weight, LossSum) and use is not None and not use.is_of_sum(weight.weight):
             warn(

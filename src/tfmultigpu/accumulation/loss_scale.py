@@ -14,10 +14,10 @@ from tfmultigpu.accumulation.stages import (
     CARRYING,
     check_to_unscale,
     mark_as,
-    pair_is_missing,
     scale_of,
 )
 from tfmultigpu.arguments import brief, check_count, check_positive
+from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
@@ -167,7 +167,15 @@ class LossScale:
         after = check_to_unscale(gradients, has_scaled=self._scaled_others)
         uses, self._uses = self._uses, ()  # They belong to one trace.
         if any(use.lost for use in uses):
-            raise pair_is_missing()
+            raise TfMultiGpuError(
+                "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its "
+                "gradient by that number again.",
+                "a window without that pair; a pair that a tf.function returns is another one",
+                "Write window.add(gradients, pair) in the function that calls scale_loss; for "
+                "several losses make one pair first, pair = tmg.LossSum(p.sum + q.sum, p.weight), "
+                "or a window for each; or, without a GradientAccumulator, scale a mean over the "
+                "rows of the global batch: scale.scale_loss(mean).",
+            )
 
         def divide(gradient: Gradient) -> Gradient:
             if not hasattr(gradient, REDUCED):  # A list may have a row twice.

@@ -130,10 +130,6 @@ class Use:
         """Keeps what makes the sum as small as a mean: of one replica and one batch."""
         self._divisor, self.undone = divisor, False
 
-    def forget_divisor(self) -> None:
-        """Forgets what the sum was divided by: its gradient is dropped."""
-        self._divisor = None
-
     def undo(self, gradient: Gradient) -> Gradient:
         """Returns a gradient of at least float32 times the divisor."""
         self.undone = True

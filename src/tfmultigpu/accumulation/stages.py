@@ -137,19 +137,6 @@ def scale_of(gradient: Gradient, now: Scalar) -> Scalar:
     return tf.where(stage.scale > 0, tf.cast(stage.scale, now.dtype), now)
 
 
-def pair_is_missing() -> TfMultiGpuError:
-    """Returns the error for gradients of a scaled pair that come without it."""
-    return TfMultiGpuError(
-        "scale_loss divided a LossSum to the size of a mean, and nothing multiplied its gradient "
-        "by that number again.",
-        "a window without that pair; a pair that a tf.function returns is another one",
-        "Write window.add(gradients, pair) in the function that calls scale_loss; for several "
-        "losses make one pair first, pair = tmg.LossSum(p.sum + q.sum, p.weight), or a window for "
-        "each; or, without a GradientAccumulator, scale a mean over the rows of the global batch: "
-        "scale.scale_loss(mean).",
-    )
-
-
 def check_one_scale(differs: Scalar) -> list[tf.Operation]:
     """Checks that one loss scale multiplied all losses of a window; returns assertions."""
     return _refuse([differs], _OTHER_SCALE)
