@@ -254,7 +254,7 @@ LAW = (
     broken(
         "copies of a small batch add to the sums of users, and to rows that are gathered",
         "value = rows.counted(value)",
-        "value = +value",
+        "value = tf.identity(value)",
         SMALL,
         f"{GATHERED}[3-against_itself-against_gathered]",
     ),
