@@ -69,7 +69,7 @@ FOREIGN = (
         "test_foreign_objects.py::test_the_next_batch_as_an_optional",
     ),
     broken(
-        "TensorFlow's iterator is told to be an iterator",
+        "TensorFlow's iterator is named as any iterator",
         "            if isinstance(iterator, tf.distribute.DistributedIterator):\n",
         "            if False:\n",
         "test_foreign_objects.py::test_an_iterator_of_tensorflow_is_named",

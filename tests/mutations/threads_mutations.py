@@ -11,10 +11,10 @@ _ROWS = "test_threads.py::test_replicas_of_each_thread_know_their_own_rows"
 THREADS = (
     broken(
         "the update of owners is set on the strategy for all threads",
-        '        with patching(self.strategy.extended, "update", update):\n            yield\n',
-        "        original = self.strategy.extended.update\n"
-        "        own = functools.partial(update, original)\n"
-        "        with setting(self.strategy.extended, update=own):\n            yield\n",
+        '    with patching(strategy.extended, "update", called):\n        yield\n',
+        "    before = strategy.extended.update\n"
+        "    strategy.extended.update = functools.partial(called, before)\n    yield\n"
+        "    strategy.extended.update = before\n",
         _TURNS,
     ),
     broken(

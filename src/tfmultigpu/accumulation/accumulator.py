@@ -166,11 +166,8 @@ class GradientAccumulator:
             )
         self._fixed = fixed
         scaled, scale = (None, None) if use is None else (use.scaled, use.scale)
-        here = tf.compat.v1.get_default_graph()
-        for claimed in claim(use):
-            scaled, scale = True, claimed.scale
-            if tf.is_symbolic_tensor(scale) and scale.graph is not here:
-                scale = None  # A function that was called has it.
+        if claimed := claim(use):
+            scaled, scale = True, claimed[-1]
         self._note_scaled(scaled)
         if isinstance(weight, LossSum) and use is not None and not use.is_of_sum(weight.weight):
             warn(

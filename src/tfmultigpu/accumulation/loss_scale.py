@@ -10,12 +10,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 from tfmultigpu.accumulation.losses import LossSum, Use, note_use, use_of
 from tfmultigpu.accumulation.shown import shown
-from tfmultigpu.accumulation.stages import (
-    CARRYING,
-    check_to_unscale,
-    mark_as,
-    scale_of,
-)
+from tfmultigpu.accumulation.stages import CARRYING, check_to_unscale, mark_as, scale_of
 from tfmultigpu.arguments import brief, check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present

@@ -148,26 +148,30 @@ class _Unclaimed(threading.local):
 _unclaimed = _Unclaimed()
 
 
-def claim(use: Use | None) -> list[Use]:
-    """Returns the uses that gradients may be of which come with no pair, or with a new one.
+def claim(use: Use | None) -> list[Scalar]:
+    """Returns the scales of losses whose gradients may come with no pair, or with a new one.
 
     Args:
         use: The use of the pair that comes with them; None if it is not known. A ``tf.function``
             that returns a pair makes another one of it.
+
+    Returns:
+        For each loss the value of its scale; None for one that only a function inside can read.
     """
     if use is not None:
         for noted in [noted for noted in _unclaimed.uses if noted[0] is use]:
             _unclaimed.uses.remove(noted)
         return []
     here = tf.compat.v1.get_default_graph()
-    found: list[Use] = []
+    scales: list[Scalar] = []
     for other, graph in _unclaimed.uses:
+        scale = other.scale if graph is here else None
         while graph is not None and graph is not here:
             graph = getattr(graph, "outer_graph", None)
         if graph is here:
-            found.append(other)
+            scales.append(scale)
     _unclaimed.uses.clear()
-    return found
+    return scales
 
 
 def _depends_on_rows(factor: Tensor, total: Tensor) -> bool:

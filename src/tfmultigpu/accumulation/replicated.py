@@ -32,7 +32,7 @@ from tfmultigpu.accumulation.table_rows import (
 )
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import pick
-from tfmultigpu.strategies.called_by_all import call_on_replica
+from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call_on_replica
 from tfmultigpu.strategies.collectives import (
     adds_lists,
     replicas_share_memory,
@@ -43,11 +43,10 @@ from tfmultigpu.strategies.collectives import (
 from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of, with_values
 from tfmultigpu.strategies.row_parts import RowParts, copies_of, units_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import Context, KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable, Scalar
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
-PAYS_FROM_VARIABLES = 30  # From which the first replica traces an update for all.
 _CLIPS = ["clipnorm", "global_clipnorm", "clipvalue"]
 
 
@@ -166,8 +165,7 @@ class Replicated:
     def _traces_once(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> bool:
         """Returns whether the first replica traces the update for all of them.
 
-        They differ in their copies of the variables alone, if the gradients exist once. A small
-        update gains nothing, and a call costs each replica of it some 0.1 ms.
+        They differ in their copies of the variables alone, if the gradients exist once.
         """
         if not tf.inside_function() or not replicas_share_memory(self.strategy):
             return False
@@ -181,18 +179,13 @@ class Replicated:
         """Traces an update of the first replica, and calls it on each."""
 
         def update(
-            original: Any,
-            variable: KerasVariable,
-            function: Any,
-            args: Any = (),
-            kwargs: Any = None,
-            group: bool = True,
+            _: Function, variable: KerasVariable, function: Function, args: Any, kwargs: Any
         ) -> Any:
             first = functools.partial(tf.nest.map_structure, lambda value: self._local(value)[0])
-            return function(first(variable), *first(args), **first(kwargs or {}))
+            return function(first(variable), *first(args), **first(kwargs))
 
         def run() -> None:
-            with patching(self.strategy.extended, "update", update):
+            with updating_by(self.strategy, update):
                 apply()
 
         traced: Any = tf.function(run, autograph=False, **_compat.called_as_whole())
@@ -326,23 +319,18 @@ class Owned(Replicated):
         """
 
         def update(
-            original: Any,
-            variable: KerasVariable,
-            function: Any,
-            args: Any = (),
-            kwargs: Any = None,
-            group: bool = True,
+            original: Function, variable: KerasVariable, function: Function, args: Any, kwargs: Any
         ) -> Any:
             if isinstance(variable, RowParts):
-                update_parts(variable, function, args, kwargs or {})
+                update_parts(variable, function, args, kwargs)
                 return None
             copies = self._local(variable)
             if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
                 with tf.device(variable.device):
-                    return function(variable, *args, **(kwargs or {}))
+                    return function(variable, *args, **kwargs)
             owner = self._owners.get(id(variable))
             if owner is None:  # A counter, for example, is on all replicas.
-                return original(variable, function, args, kwargs=kwargs, group=group)
+                return original(variable, function, args, kwargs=kwargs)
 
             def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
                 if copy is copies[owner]:
@@ -363,11 +351,35 @@ class Owned(Replicated):
                         copies[number].scatter_update(tf.IndexedSlices(value, ids))
             return None
 
-        with patching(self.strategy.extended, "update", update):
+        with updating_by(self.strategy, update):
             yield
 
     def _device(self, variable: KerasVariable) -> str:
         return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
+
+
+@contextmanager
+def updating_by(strategy: tf.distribute.Strategy, update: Function) -> Iterator[None]:
+    """Has a function called in place of ``strategy.extended.update``.
+
+    Args:
+        strategy: The strategy.
+        update: ``update(original, variable, function, args, kwargs)``.
+    """
+
+    def called(
+        original: Function,
+        variable: KerasVariable,
+        function: Function,
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        original = functools.partial(original, group=group)
+        return update(original, variable, function, args, kwargs or {})
+
+    with patching(strategy.extended, "update", called):
+        yield
 
 
 def _without_lists(

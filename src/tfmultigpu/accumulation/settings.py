@@ -10,15 +10,17 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.types import KerasOptimizer, Untyped
+from tfmultigpu.types import KerasOptimizer
 
+_Items: TypeAlias = Mapping[object, object]
 _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple, np.generic)
 _NAMESPACES = argparse.Namespace, types.SimpleNamespace, threading.local
 _READERS = types.MethodType, functools.partial, property
@@ -55,7 +57,7 @@ class Settings:
         """Returns the settings by name; of what is neither number nor text, which object it is."""
         values: dict[str, object] = {}
         for noted in self._noted:
-            for key, value in _items(noted.holder).items():
+            for key, value in noted.read().items():
                 name = noted.name_of(key)
                 if name in self._ignored or _compat.is_for_checkpoints(str(key)):
                     continue
@@ -67,7 +69,7 @@ class Settings:
     def _differing(self) -> set[str]:
         different: set[str] = set()
         for noted in self._noted:
-            now = _items(noted.holder)
+            now = noted.read()
             # Nearly always nothing was set, which is quick to see.
             if not noted.has_objects_of(now):
                 different |= noted.differing(now)
@@ -81,12 +83,14 @@ class _Noted:
     Attributes:
         path: The name of the holder within the optimizer.
         holder: The object, list, dict or function.
+        read: Returns the settings as they are now.
         items: The settings as they were.
     """
 
     path: str
     holder: object
-    items: Mapping[object, object]
+    read: Callable[[], _Items]
+    items: _Items
 
     def name_of(self, key: object) -> str:
         """Returns the name of a setting within the optimizer, for a person."""
@@ -97,12 +101,12 @@ class _Noted:
         name = str(key).removeprefix("_")
         return f"{self.path}.{name}" if self.path else name
 
-    def has_objects_of(self, now: Mapping[object, object]) -> bool:
+    def has_objects_of(self, now: _Items) -> bool:
         """Returns whether there are the same objects now."""
         then = self.items
         return len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
 
-    def differing(self, now: Mapping[object, object]) -> set[str]:
+    def differing(self, now: _Items) -> set[str]:
         """Returns the names of the settings that differ now."""
         names: set[str] = set()
         for key in now.keys() | self.items.keys():
@@ -128,7 +132,8 @@ def _settings_of(optimizer: KerasOptimizer) -> list[_Noted]:
     for path, holder in waiting:  # Which grows.
         if id(holder) in noted or room < 0:
             continue
-        kept = noted[id(holder)] = _Noted(path, holder, dict(_items(holder)))
+        read = _reader_of(holder)
+        kept = noted[id(holder)] = _Noted(path, holder, read, dict(read()))
         room -= len(kept.items)
         for key, value in kept.items.items():
             name = str(key)
@@ -152,7 +157,7 @@ def _holds_settings(value: object) -> bool:
         return False
     if isinstance(value, (Mapping, Sequence)):
         variables = (keras.Variable, tf.Variable)
-        items = list(_items(value).values()) if len(value) <= _MOST else [value]
+        items = list(_reader_of(value)().values()) if len(value) <= _MOST else [value]
         return not items or not all(isinstance(item, variables) for item in items)
     if isinstance(value, np.ndarray):
         return value.size <= _MOST
@@ -167,33 +172,38 @@ def _holds_settings(value: object) -> bool:
     return str(source.__module__).partition(".")[0] not in _HAVE_NO_SETTINGS
 
 
-def _items(holder: object) -> Mapping[object, object]:
-    """Returns what an object, a list, a dict or a function holds, by its name or place there."""
+def _reader_of(holder: object) -> Callable[[], _Items]:
+    """Returns what reads, at each step, what a holder has, by its name or place there."""
+    if isinstance(holder, dict):
+        return lambda: holder
     if isinstance(holder, Mapping):
-        return holder if isinstance(holder, dict) else dict(holder)
+        return lambda: dict(holder)
     if isinstance(holder, Sequence):
-        return dict(enumerate(holder))
+        return lambda: dict(enumerate(holder))
     if isinstance(holder, set):
-        return {"": frozenset(holder)}
+        return lambda: {"": frozenset(holder)}
     if isinstance(holder, np.ndarray):
-        return {"": holder.tobytes()}
+        return lambda: {"": holder.tobytes()}
     if isinstance(holder, types.FunctionType):
-        return _read_by(holder)
+        return lambda: _read_by(holder)
     if isinstance(holder, types.MethodType):
-        return {"": holder.__self__, holder.__name__: holder.__func__}
+        return lambda: {"": holder.__self__, holder.__name__: holder.__func__}
     if isinstance(holder, functools.partial):
-        return {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
+        return lambda: {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
     if isinstance(holder, property):
-        return {"": holder.fget}
-    kind: Untyped = type(holder)
-    slots = _slots_of(kind)
+        return lambda: {"": holder.fget}
+    slots = _slots_of(type(holder))
     if not slots:
-        return vars(holder)  # type: ignore[return-value]
+        return functools.partial(vars, holder)  # type: ignore[return-value]
+    return lambda: _with_slots(holder, slots)
+
+
+def _with_slots(holder: object, slots: Sequence[str]) -> _Items:
+    """Returns the attributes of an object some of which are in no ``__dict__``."""
     items: dict[object, object] = dict(getattr(holder, "__dict__", {}))
     return items | {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
 
 
-@functools.lru_cache(maxsize=256)
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Returns the attributes of objects of a class that are in no ``__dict__``."""
     names: list[str] = []
@@ -203,7 +213,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _read_by(function: types.FunctionType) -> dict[object, object]:
+def _read_by(function: types.FunctionType) -> _Items:
     """Returns what a function reads from around it: globals, closures and defaults."""
     code, read = function.__code__, dict[object, object]()
     names, attributes = _names_in(code)

@@ -1,4 +1,4 @@
-"""What a step is called with: global batches, whole or cut already, their kinds, and iterators."""
+"""Arguments of a step: global batches, whole or cut already, their kinds, and iterators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def knows_rows_by_size(strategy: tf.distribute.Strategy) -> bool:
 
 
 class BatchKind(NamedTuple):
-    """What tells batches apart, of which each kind has a program.
+    """A kind of batches, which has a program of its own.
 
     Attributes:
         structure: The structure, and whether it is a whole batch.
@@ -66,7 +66,7 @@ class BatchKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LoopKind:
-    """What one compiled loop serves.
+    """A kind of iterators, which has a compiled loop of its own.
 
     Attributes:
         source: The type spec of TensorFlow's iterator.

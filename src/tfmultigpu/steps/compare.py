@@ -1,4 +1,4 @@
-"""Whether arrays of one device and of replicas are equal, and where they lie furthest apart.
+"""Comparison of arrays of one device and of replicas: where they lie furthest apart.
 
 Those who ask say how far is too far: verification bounds rounding, a test has tolerances.
 """

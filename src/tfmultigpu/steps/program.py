@@ -103,7 +103,7 @@ class Loop:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """What is compiled for one key of a computation.
+    """Programs of one key of a computation.
 
     Attributes:
         batches: The program of one batch, by its kind: cheaper than asking a ``tf.function``.
@@ -124,7 +124,7 @@ class Record:
 
 
 class Programs:
-    """What is compiled for a computation: a record for each of its keys.
+    """Programs of a computation: a record for each of its keys.
 
     A record stays while another key is the current one: layers that are frozen and trained in turn
     are traced twice in all. Records are let go

@@ -30,15 +30,13 @@ from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
-from tfmultigpu.strategies.called_by_all import call, call_on_replica
+from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call, call_on_replica
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import is_sharded, local_replicas
 from tfmultigpu.types import KerasModel
 from tfmultigpu.user_code import OURS
 
-# A small step gains nothing, and a call costs each replica of it some 0.1 ms.
-PAYS_FROM_VARIABLES = 30
 # Files through which a question for the number of replicas passes.
 _PASSING = (_patch.__file__, inspect.getsourcefile(tf.distribute.ReplicaContext))
 

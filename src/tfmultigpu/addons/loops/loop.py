@@ -1,4 +1,4 @@
-"""What the loop of Keras calls: our steps, some batches ahead of it, and the callbacks."""
+"""Loops that the loop of Keras calls: our steps, some batches ahead of it, and the callbacks."""
 
 from __future__ import annotations
 

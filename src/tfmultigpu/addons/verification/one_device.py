@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import patching
+from tfmultigpu.accumulation.replicated import updating_by
 from tfmultigpu.addons.verification.other_scale import OtherScale
 from tfmultigpu.addons.verification.putting_back import Before, putting_back
 from tfmultigpu.data.batch_format import any_rows
@@ -267,20 +267,20 @@ class OneDevice:
             original: Function,
             variable: KerasVariable,
             function: Function,
-            args: Sequence[object] = (),
-            **options: object,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
         ) -> Operation:
             def on_first(one: Tensor, *args: object, **kwargs: object) -> None:
                 if one is local(variable)[0]:
                     function(one, *args, **kwargs)
 
-            return original(variable, on_first, args, **options | {"group": False})
+            return original(variable, on_first, args, kwargs=kwargs, group=False)
 
         gradient = gradient._replace(variables=self._ran.variables)
         # That of an owner is one update anyway.
         with ExitStack() as contexts:
             if not self.step.update.owned:
-                contexts.enter_context(patching(self.strategy.extended, "update", update))
+                contexts.enter_context(updating_by(self.strategy, update))
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
 
