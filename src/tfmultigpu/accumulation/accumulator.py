@@ -149,10 +149,11 @@ class GradientAccumulator:
         if self._context() is None:
             raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
         for variable, gradient in zip(self.variables, gradients, strict=True):
-            if gradient is not None and not gradient.shape.is_compatible_with(variable.shape):
+            shape = tf.TensorShape(variable.shape)  # gradients may be arrays
+            if gradient is not None and not shape.is_compatible_with(gradient.shape):
                 raise TfMultiGpuError(
                     "add takes the gradients in the order of its variables.",
-                    f"shape {gradient.shape} for {variable.name!r} of shape {variable.shape}",
+                    f"shape {gradient.shape} for {variable.name!r} of shape {shape}",
                     "Write window.add(tape.gradient(pair.sum, window.variables), pair).",
                 )
         check_gradients(self.variables, gradients)
