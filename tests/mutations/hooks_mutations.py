@@ -36,12 +36,6 @@ HOOKS = (
         "test_py_datasets.py::test_epochs_of_some_steps_continue_a_pass_that_others_read_too[2]",
     ),
     broken(
-        "a pass is closed while its thread is still in it",
-        "            self._end_reading()\n            if self.batches.reader is not None:\n",
-        "            if self.batches.reader is not None:\n",
-        "test_py_datasets.py::test_epochs_of_some_steps_continue_a_pass_that_others_read_too[2]",
-    ),
-    broken(
         "batches of the next epoch are read before it begins",
         "reader.read_by(self._asked, continues=self._continues)",
         "reader.read_by(None, continues=self._continues)",
