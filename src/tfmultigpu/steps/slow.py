@@ -22,8 +22,10 @@ def saying_if_slow(what: str) -> Iterator[None]:
             _said.add(what)
             _log.warning(what)
 
-    threading.Thread(target=say, daemon=True).start()
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
     try:
         yield
     finally:
         has_ended.set()
+        saying.join()  # Who counts threads finds none left behind.
