@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 29_420,
+    "src together": 30_120,
     "src/*": 1_260,
     "src/_compat": 930,
     "src/accumulation": 3_090,
@@ -31,8 +31,8 @@ BUDGETS = {
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 7_450,
-    "src/strategies": 2_170,
+    "src/steps": 7_950,
+    "src/strategies": 2_200,
     "tests together": 40_270,
 }
 

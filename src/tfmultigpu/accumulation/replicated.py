@@ -301,7 +301,8 @@ class Owned(Replicated):
 
     def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
         """Adds each gradient on the device of its owner, and the other sums on the first."""
-        places = [*map(self._device, variables), self.devices[0]]
+        others = len(addends[0]) - len(variables)
+        places = [*map(self._device, variables), *[self.devices[0]] * others]
         sums = sum_on_devices(addends, places)
         if len(self.devices) < self.strategy.num_replicas_in_sync:
             sums = _without_lists(sums, variables)

@@ -35,6 +35,12 @@ NOT_ROWS = GraphMessage(
     "tmg.gather_rows((first, second)), or give k rows of each an axis of their own: "
     "tf.reshape(u, [rows, k, ...]).",
 )
+NOT_EVEN = GraphMessage(
+    "Logical replicas have rows of the global batch by their numbers, and the shards of this batch "
+    "were cut otherwise.",
+    "shards that begin at rows {}",
+    "Give the step the batches of tmg.distribute_dataset(dataset, strategy), without shares.",
+)
 OTHER_ROWS = GraphMessage(
     "rows and gather_rows are asked in a strategy.run that is called with batches of different "
     "rows: they speak of one batch.",

@@ -205,6 +205,7 @@ def assign(
     *,
     replaced: Collection[int],
     after: Sequence[Tensor] = (),
+    summed: Collection[int] = (),
 ) -> None:
     """Assigns deferred values; call it in replica context.
 
@@ -214,6 +215,7 @@ def assign(
         weight: What the rows of this replica count, 1 or 0; None for 1.
         replaced: The ``id`` of each variable to which values were not only added.
         after: Operations that have to succeed before.
+        summed: The ``id`` of each variable to which its value is added.
     """
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
@@ -221,7 +223,10 @@ def assign(
             value = tf.identity(value)
             if is_added(variable):
                 value = _addend(variable, value, weight, adds=id(variable) not in replaced)
-            variable.assign(value)
+            if id(variable) in summed:
+                variable.assign_add(value)
+            else:
+                variable.assign(value)
 
 
 def is_added(variable: KerasVariable) -> bool:

@@ -90,6 +90,8 @@ class ChainedStep(Step, Looped):
             metrics += step.metrics
             locks += step.runner.locks
         self.metrics = tuple(by_id(metrics).values())
+        for step in self.train_steps:
+            self.logical_replicas = step.logical_replicas or self.logical_replicas
         self.runner = Runner(self, locks)
 
     def __repr__(self) -> str:

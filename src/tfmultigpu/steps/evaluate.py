@@ -82,7 +82,10 @@ class EvalStep(ModelStep, Looped):
         passes = for_all_replicas(self, self._replica)(shards, trace)
         layout = trace.layout
         assert layout is not None
-        (stats,) = sum_over_replicas(self.strategy, [[one.stats] for one in passes])[0]
+        addends = [[*one.shared, one.stats] for one in passes]
+        sums = sum_over_replicas(self.strategy, addends)
+        sums, passes = phases.settle_states(self, passes, sums, shards, trace)
+        (stats,) = sums[0]
         sums_of_losses, weights = layout.unstack(stats)
         penalty: Scalar = tf.zeros([])
         for variable in self.model.trainable_variables:
@@ -92,7 +95,7 @@ class EvalStep(ModelStep, Looped):
 
     def _replica(self, shard: Shard, rows: Rows, *_: object, trace: Trace) -> Pass:
         tracing = tracing_model(self, rows)
-        with tracing, DeferredAssignments((), rows.counts()) as deferred:
+        with tracing, DeferredAssignments(trace.before(()), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)
         found = terms or self.step_metrics.all or deferred.variables or self._penalized()

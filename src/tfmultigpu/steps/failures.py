@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import as_rows_error
-from tfmultigpu.data.batch_format import GATHERED, NOT_ROWS, as_data_error
-from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.data.batch_format import GATHERED, NOT_EVEN, NOT_ROWS, as_data_error
+from tfmultigpu.errors import DataError, LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import is_one_process, local_replicas
@@ -79,6 +79,8 @@ def _explain(
         )
     if (of_loss := as_rows_error(error.message)) is not None:
         return of_loss
+    if NOT_EVEN.failed_in(error.message):
+        return NOT_EVEN.as_error(DataError, error.message)
     if NOT_ROWS.failed_in(error.message):
         return NOT_ROWS.as_error(LossError, error.message)
     if "is joining a group" in error.message:

@@ -96,6 +96,13 @@ def gather_rows(tensor: Tensor) -> Nested:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only.", "", "Write micro_batches=1."
         )
+    if alone and here is not None and here.dealt is not None and not here.is_all():
+        raise LossError(
+            "gather_rows would see the rows of one logical replica only: one device computes them "
+            "one after the other.",
+            "",
+            "Leave logical_replicas out; or use as many replicas as logical replicas.",
+        )
     tensors = list(map(_as_rows, tf.nest.flatten(tensor)))
     if here is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.clipping import ClipByNorm
 from tfmultigpu.steps.features.draws import Draws
 from tfmultigpu.steps.features.feature import Loop
+from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.lookups import Lookups
 from tfmultigpu.steps.features.loss_scaling import LossScaling
 from tfmultigpu.steps.features.micro_batches import MicroBatches
@@ -47,6 +49,7 @@ def make_train_step(
     forward: ForwardFunction | None = None,
     clip_norm: float | None = None,
     loss_scale: Scaling = None,
+    logical_replicas: int | None = None,
     shard_update: ShardUpdate = "auto",
     jit_compile: bool = False,
     variables: Sequence[KerasVariable] | None = None,
@@ -73,6 +76,10 @@ def make_train_step(
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
+        logical_replicas: Into how many parts each batch is cut, however many replicas compute them:
+            the bits of the result depend on this number and not on that of replicas. It fits one
+            replica, or 1, 2, 4, 8 ... parts on each. What rows do together, as in a plain
+            BatchNormalization, they do within a part. None means one part for each replica.
         shard_update: Whether one replica updates each variable, keeps its optimizer state, and
             copies it to the others: True, False, or ``"auto"``, which shards if that is known to be
             faster.
@@ -119,6 +126,7 @@ def make_train_step(
         "micro_batches": micro_batches,
         "clip_norm": clip_norm,
         "loss_scale": loss_scale,
+        "logical_replicas": logical_replicas,
         "shard_update": shard_update,
     }
     settings = {"loss": loss, "forward": forward, "metrics": metrics, **options}
@@ -135,6 +143,7 @@ def make_train_step(
         own.append(CompileByXla())  # Innermost: a loop of micro-batches is not compiled with it.
     if parts > 1:
         own.append(MicroBatches(parts, _loop_of(features)))  # Inside of one set of seeds.
+    own += _dealt(logical_replicas)
     own.append(Draws(by_xla=jit_compile))
     own.append(Lookups())
     own.append(Recompute())
@@ -163,6 +172,7 @@ def make_eval_step(
     *,
     metrics: Metrics = (),
     forward: ForwardFunction | None = None,
+    logical_replicas: int | None = None,
     verify: Verify = "first",
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
@@ -173,6 +183,7 @@ def make_eval_step(
         strategy: The strategy.
         metrics: Keras metrics.
         forward: A forward pass of your own.
+        logical_replicas: Into how many parts each batch is cut; see there.
         verify: ``"first"``, True or False.
 
     Returns:
@@ -194,7 +205,8 @@ def make_eval_step(
     check_kinds(model, strategy)
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
-    parts = _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
+    own = [*_dealt(logical_replicas), Draws(), Lookups(), CallOnce()]
+    parts = _features(strategy, own, verify)
     return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
 
@@ -232,6 +244,13 @@ def make_predict_step(
     ).bind()
 
 
+def _dealt(logical_replicas: int | None) -> list[Feature]:
+    """Returns what deals logical replicas to devices, if there are any."""
+    if logical_replicas is None:
+        return []
+    return [LogicalReplicas(check_count("logical_replicas", logical_replicas, error=ValueError))]
+
+
 def _loop_of(features: Sequence[Feature]) -> Loop | None:
     """Returns how a feature wants micro-batches to be run; None for one after the other."""
     loops = [feature.loop for feature in features if feature.loop is not None]
@@ -243,7 +262,9 @@ def _features(strategy: Strategy, own: list[Feature], verify: Verify) -> list[Fe
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.
     parts = [*(make() for make in attached(strategy).features), *own]
-    is_cut = strategy.num_replicas_in_sync > 1 or any(isinstance(f, MicroBatches) for f in own)
+    is_cut = strategy.num_replicas_in_sync > 1
+    if not any(isinstance(feature, LogicalReplicas) for feature in own):  # As on one device.
+        is_cut = is_cut or any(isinstance(feature, MicroBatches) for feature in own)
     if verify and is_cut:
         from tfmultigpu.addons.verification import Verify as VerifySteps
 

@@ -19,6 +19,7 @@ class StepOptions(TypedDict, total=False):
     micro_batches: int | Sequence[int]
     clip_norm: float | None
     loss_scale: LossScaling
+    logical_replicas: int | None
     shard_update: ShardUpdate
 
 

@@ -4,7 +4,7 @@ A train step is one ``tf.function``. ``TrainStep.compute`` calls these functions
 
     phase = for_all_replicas(step, train_replica)     in replicas.py: cut, looped, traced once
     passes = phase(shards, trace)                     each replica: forward, backward -> Pass
-    sums = add_over_replicas(step, passes, trace)     the one addition
+    sums, passes = add_over_replicas(step, ...)       the one addition
     gradient, tally = divide(step, sums, shards, ...) the last division; penalties; features
     commit(strategy, trace, passes, shards, after)    what layers, draws and metrics assign
     update(step.update, gradient, after)              the one update of the optimizer
@@ -34,7 +34,7 @@ from tfmultigpu.accumulation.gradients import (
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import LossError
-from tfmultigpu.lists import map_present
+from tfmultigpu.lists import by_id, map_present
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
@@ -45,9 +45,9 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import may_not_be_linear, noting_effects, number_of_operations
 from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import is_list, row_list
+from tfmultigpu.strategies.row_lists import is_list, row_list, values_of, with_values
 from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.strategies.topology import is_on_read, local_replicas, per_replica
 from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
 
 
@@ -105,12 +105,14 @@ def train_replica(
         trace: Where what is found is noted.
     """
     values = [variable.value for variable in step.variables]
-    before = zip(trace.state, state, strict=False)
     moments = noting_moments(trace.own_moments)
     with tracing_model(step, rows), moments, noting_effects() as effects:
         # Forward. The sum of each loss is divided here by what is known of its divisor.
         begin = number_of_operations()
-        with DeferredAssignments(before, rows.counts()) as deferred, tf.GradientTape() as tape:
+        with (
+            DeferredAssignments(trace.before(state), rows.counts()) as deferred,
+            tf.GradientTape() as tape,
+        ):
             terms, outputs = step.forward(shard, training=True)
             if not terms:
                 raise LossError(
@@ -131,7 +133,9 @@ def train_replica(
                 _backward(step.features, tape, number, target, values)
                 for number, target in enumerate(targets)
             )
-            if is_dropped:
+            if rows.dealt is not None:
+                gradients = _zeros_unless(rows.counts(), gradients)
+            elif is_dropped:
                 gradients = tuple([tuple(map_present(rows.counted, g)) for g in gradients])
             step.step_metrics.update(outputs)
 
@@ -171,23 +175,67 @@ def _backward(
     return tuple(gradients)
 
 
+def _zeros_unless(counts: Scalar, gradients: Any) -> Any:
+    """Returns gradients; zeros, whatever they are, for rows that do not count."""
+    flat: list[Tensor] = [one for one in tf.nest.flatten(gradients) if one is not None]
+
+    def zeros() -> list[Tensor]:
+        return [with_values(one, tf.zeros_like(values_of(one))) for one in flat]
+
+    turn = iter(tf.cond(counts, lambda: flat, zeros))
+    return tf.nest.map_structure(lambda one: None if one is None else next(turn), gradients)
+
+
 # After the passes of all replicas -----------------------------------------------------------------
 
 
-def add_over_replicas(step: Training, passes: Sequence[Pass], trace: Trace) -> list[list[Any]]:
+def add_over_replicas(
+    step: Training, passes: Sequence[Pass], shards: Shards, trace: Trace
+) -> tuple[list[list[Any]], list[Pass]]:
     """Adds gradients, sums and weights over all replicas: the one addition.
 
     Returns:
         The sums, in the order of ``Pass.addends``: one list, or one for each replica of this
-        process if they share no memory.
+        process if they share no memory. And the passes, whose states are those to assign.
     """
     addends: list[list[Any]] = []
     for one in passes:
         # An add-on that has added up a gradient leaves None for it on the other replicas.
         existing = [one.gradients[target][number] for target, number in trace.places]
-        addends.append([*existing, one.stats])
+        addends.append([*existing, *one.shared, one.stats])
     trained = step.variables
-    return step.update.add(addends, [trained[number] for _, number in trace.places])
+    sums = step.update.add(addends, [trained[number] for _, number in trace.places])
+    return settle_states(step, passes, sums, shards, trace)
+
+
+def settle_states(
+    step: OfReplicas,
+    passes: Sequence[Pass],
+    sums: list[list[Any]],
+    shards: Shards,
+    trace: Trace,
+) -> tuple[list[list[Any]], list[Pass]]:
+    """Takes the states that logical replicas share out of the sums; returns sums and passes.
+
+    What metrics add is assigned on the first replica alone, or it would be counted twice. Other
+    states become the mean over the logical replicas that have rows.
+    """
+    count = len(trace.shared)
+    if not count or step.logical_replicas is None:
+        return sums, list(passes)
+    with_rows = tf.minimum(shards.total, float(step.logical_replicas))
+    places = {id(state): number for number, state in enumerate(trace.state)}
+    settled: list[Pass] = []
+    for number, result in enumerate(passes):
+        values, totals = list(result.state), sums[number % len(sums)][-1 - count : -1]
+        for state, total in zip(trace.shared, totals, strict=True):
+            if not is_on_read(state):
+                total /= tf.cast(with_rows, total.dtype)
+            elif local_replicas(step.strategy)[number]:
+                total = tf.zeros_like(total)
+            values[places[id(state)]] = total
+        settled.append(result._replace(state=tuple(values)))
+    return [[*of_replica[: -1 - count], of_replica[-1]] for of_replica in sums], settled
 
 
 def divide(
@@ -375,7 +423,10 @@ def commit(
     if trace.state:
         values = per_replica(strategy, [one.state for one in passes])
         weights = per_replica(strategy, [rows.weight for rows in shards.rows])
-        replica = functools.partial(assign, trace.state, replaced=trace.replaced, after=after)
+        replica = functools.partial(
+            assign, trace.state, replaced=trace.replaced, after=after,
+            summed=by_id(trace.begin_at_zero),
+        )  # fmt: skip
         strategy.run(replica, args=(values, weights))
 
 

@@ -174,18 +174,22 @@ class Programs:
                 del self._records[other]
         self._records[key] = self.now
 
-    def trace_for_each(self) -> None:
-        """Has the function of a replica traced for each from now on, in place of all programs."""
+    def trace_for_each(self, why: str = "TensorFlow has lost the error of a replica") -> None:
+        """Has the function of a replica traced for each from now on, in place of all programs.
+
+        Args:
+            why: The reason; "" has one trace serve all replicas again.
+        """
         assert self.key is not None
-        self._why_each = "TensorFlow has lost the error of a replica"
-        self._records = {}
+        self._why_each, self._records = why, {}
         self.turn_to(self.key)
 
     def _new_trace(self, *, logs_last: bool = True, inside: bool = False) -> Trace:
         why_each = self._why_each
         if inside:  # There nobody could ask a second time for an error that was lost.
             why_each = "the step is part of a tf.function of the user's"
-        return Trace(why_each=why_each, logs_last=logs_last, inside=inside)
+        lost = bool(self._why_each)
+        return Trace(why_each=why_each, finds_error=lost, logs_last=logs_last, inside=inside)
 
     # One batch ----------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from tfmultigpu.steps.taken_in import noting_calls
 from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
-from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.strategies.topology import is_sharded, per_replica
 from tfmultigpu.types import KerasLayer, KerasModel
 
 
@@ -32,6 +33,7 @@ class OfReplicas(Protocol):
     features: tuple[Feature, ...]
     model: KerasModel
     beside: dict[int, KerasLayer]
+    logical_replicas: int | None
 
 
 def for_all_replicas(
@@ -65,11 +67,15 @@ def traced_once(
         first replica: function = trace of replica
         each replica:  function(own shard, own rows, ...), with its own copies of the variables
     """
-    if trace.known is not None:  # One device, of which the replicas have a trace already.
+    if (
+        trace.known is not None and step.logical_replicas is None
+    ):  # One device, of which the replicas have a trace already.
         result = call_on_one_device(trace.known, shards)
         if result is not None:
             trace.note_known()
             return [result]
+    if step.logical_replicas is not None:
+        return _each_logical(step, step.logical_replicas, replica, shards, trace)
     trace.note_why_each(why_each(step.strategy, step.features, step.model))
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)
@@ -79,6 +85,35 @@ def traced_once(
             if not once.why_each:
                 raise
             trace.note_why_each(once.why_each)
+    return on_replicas(step.strategy, replica, shards, trace)
+
+
+def _each_logical(
+    step: OfReplicas, count: int, replica: Callable[..., Any], shards: Shards, trace: Trace
+) -> list[Any]:
+    """Runs the function of a logical replica on every replica: one function, however many call it.
+
+    Micro-batches after the first call a second one, which is given the states before.
+    """
+    is_first = not shards.state[0]
+    if trace.known is not None and not trace.once:
+        trace.note_known()
+    once = trace.once.get(is_first)
+    if once is None and not trace.meets and not trace.finds_error:
+        once = trace.once[is_first] = TracedOnce(step.strategy, replica, shards, logical=count)
+        if any(map(is_sharded, units_of(step.model.variables))):
+            once.why_each = "variables are sharded, and one device reads those of the others"
+            raise once.as_error(step.strategy)
+    if once is not None:
+        try:
+            return on_replicas(step.strategy, once, shards, trace)
+        except Exception as error:
+            if not once.why_each:
+                raise
+            if not once.meets or count != step.strategy.num_replicas_in_sync:
+                raise once.as_error(step.strategy) from error
+            trace.note_meeting(once.why_each)
+            trace.once.clear()
     return on_replicas(step.strategy, replica, shards, trace)
 
 

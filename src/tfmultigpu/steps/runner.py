@@ -40,10 +40,12 @@ class Computation(Protocol):
         strategy: The strategy.
         names: The names of its tallies: ``("",)`` for a step by itself, the names of the steps for
             a chain, none for predictions.
+        logical_replicas: Into how many it cuts each batch; None if into one for each replica.
     """
 
     strategy: tf.distribute.Strategy
     names: tuple[str, ...]
+    logical_replicas: int | None
 
     def key(self) -> Key | None:
         """Returns what a trace depends on besides the batch; None: call ``prepare`` first."""
@@ -146,8 +148,18 @@ class Runner:
                 if not program.loses_errors:
                     raise
                 self.programs.trace_for_each()
-                return self._run(batch)  # Which raises what was lost.
+                with self._tracing_again():
+                    return self._run(batch)  # Which raises what was lost.
         return result, tallies_of(program.trace.layouts, vectors)
+
+    @contextmanager
+    def _tracing_again(self) -> Iterator[None]:
+        """Has logical replicas call one function again afterwards: other traces have other bits."""
+        try:
+            yield
+        finally:
+            if self.computation.logical_replicas is not None:
+                self.programs.trace_for_each(why="")
 
     # Many batches -------------------------------------------------------------------------------
 
@@ -239,8 +251,9 @@ class Runner:
             if not (isinstance(error, tf.errors.CancelledError) and program.loses_errors):
                 raise
             self.programs.trace_for_each()
-            for element in elements:
-                self._run(batch_of(element, split))  # Which raises what was lost.
+            with self._tracing_again():
+                for element in elements:
+                    self._run(batch_of(element, split))  # Which raises what was lost.
             raise TfMultiGpuError(
                 "A replica failed on one of these batches, and TensorFlow reports only that the "
                 "others were cancelled.",

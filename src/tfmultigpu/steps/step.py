@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.lookups import written_of
 from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
@@ -29,9 +30,14 @@ _OUTCOMES = {
 
 
 class Step:
-    """A computation that is called with batches: what the functions ``make_..._step`` return."""
+    """A computation that is called with batches: what the functions ``make_..._step`` return.
+
+    Attributes:
+        logical_replicas: Into how many it cuts each batch; None if into one for each replica.
+    """
 
     runner: Runner
+    logical_replicas: int | None = None
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Shard, *more: object) -> Nested:
@@ -188,6 +194,8 @@ class ModelStep(Step):
             if id(feature) not in map(id, known):
                 # Features of train steps alone ask for an optimizer.
                 feature.bind(cast(BoundStep, self))
+            if isinstance(feature, LogicalReplicas):
+                self.logical_replicas = feature.count
         return self
 
 

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat, _patch
 from tfmultigpu._patch import patching, setting
+from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
@@ -84,10 +85,16 @@ class TracedOnce:
 
     Attributes:
         why_each: Why each replica needs a trace of its own; "" if one serves all.
+        meets: Whether that is because replicas meet in it.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, replica: Callable[..., Any], shards: Shards
+        self,
+        strategy: tf.distribute.Strategy,
+        replica: Callable[..., Any],
+        shards: Shards,
+        *,
+        logical: int | None = None,
     ) -> None:
         """Begins without a trace.
 
@@ -95,8 +102,9 @@ class TracedOnce:
             strategy: The strategy.
             replica: The function of one replica.
             shards: What it will be called with, for the shapes that all replicas share.
+            logical: How many logical replicas call it, if they do.
         """
-        self.why_each = ""
+        self.why_each, self.meets, self._logical = "", False, logical
         self._strategy, self._replica = strategy, replica
         self._specs = _specs_of(shards)
         self._function: Any = None
@@ -138,6 +146,7 @@ class TracedOnce:
         context: Any = tf.distribute.get_replica_context()
 
         def merge_call(*_: Any, **__: Any) -> None:  # All ways to add up come here.
+            self.meets = True
             self._refuse("replicas add up something in it, such as the moments of a batch")
 
         def number(original: Any, asked: Any) -> None:
@@ -145,6 +154,8 @@ class TracedOnce:
 
         def count(original: Any, asked: Any) -> Any:
             if not _asked_by_us():
+                if self._logical is not None:
+                    return self._logical
                 trace.note_counting()
             return original(asked)
 
@@ -155,6 +166,27 @@ class TracedOnce:
             patching(tf.distribute.Strategy, "num_replicas_in_sync", count),
         ):
             yield
+
+    def as_error(self, strategy: tf.distribute.Strategy) -> TfMultiGpuError:
+        """Returns the error of logical replicas, which need one function."""
+        replicas, count = strategy.num_replicas_in_sync, self._logical
+        advice = (
+            "Let each row depend on its own row or on those of its logical replica; draw by "
+            "keras.random with a keras.random.SeedGenerator; or leave logical_replicas out."
+        )
+        if self.meets:
+            advice = (
+                f"What meets needs {count} replicas at one time: "
+                f'tmg.split_device("GPU:0", parts={count // replicas}), for each device before '
+                "anything else; or leave out what meets, as a plain BatchNormalization normalizes "
+                "the rows of a logical replica alike on any number of devices."
+            )
+        return TfMultiGpuError(
+            "All logical replicas are calls of one function, and here that is not possible: "
+            f"{self.why_each}.",
+            f"logical_replicas={count} on {replicas} replica(s)",
+            advice,
+        )
 
     def _refuse(self, why: str) -> NoReturn:
         self.why_each = why

@@ -202,7 +202,7 @@ class TrainStep(ModelStep, Looped):
         shards = shards._replace(factor=phases.loss_factor(self.features))
         replica = functools.partial(phases.train_replica, self)
         passes = for_all_replicas(self, replica)(shards, trace)
-        sums = phases.add_over_replicas(self, passes, trace)
+        sums, passes = phases.add_over_replicas(self, passes, shards, trace)
         gradient, tally = phases.divide(self, sums, shards, passes[0].state, trace)
         return tally, passes, gradient
 

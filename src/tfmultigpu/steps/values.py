@@ -39,6 +39,8 @@ class Rows(NamedTuple):
             counts the same rows. None for 1.
         parts: The micro-batches that have rows of their own, int64; None if the shard is computed
             in one piece.
+        dealt: How many logical replicas have rows of their own, int64; None if each replica
+            computes its rows at one time.
     """
 
     first: Scalar
@@ -46,6 +48,7 @@ class Rows(NamedTuple):
     total: Scalar
     weight: Scalar = None
     parts: Scalar = None
+    dealt: Scalar = None
 
     def cut(self, number: Scalar, parts: Scalar) -> Rows:
         """Returns the place of one of ``parts`` micro-batches of these rows."""
@@ -54,11 +57,38 @@ class Rows(NamedTuple):
         if self.weight is not None:
             weight = self.weight * weight
         counting = partition.counting_parts(self.count, parts)
-        return Rows(self.first + start, stop - start, self.total, weight, counting)
+        return self._replace(
+            first=self.first + start, count=stop - start, weight=weight, parts=counting
+        )
+
+    def of_logical(self, number: Scalar, count: int) -> tuple[Rows, tuple[Scalar, Scalar]]:
+        """Returns the place of a logical replica, and where its rows begin and end among these.
+
+        Of fewer rows than logical replicas some have none. They compute a row of this replica, as
+        a layer needs one, and count nothing.
+
+        Args:
+            number: The number of the logical replica, of all of them; its rows are among these.
+            count: How many there are.
+        """
+        begin, end = (self.total * (number + n) // count for n in (0, 1))
+        has_rows = end > begin
+        start = tf.minimum(begin, self.first + self.count - 1) - self.first
+        size = tf.where(has_rows, end - begin, tf.ones_like(end))
+        weight = tf.cast(has_rows, tf.float64)
+        dealt = tf.minimum(self.total, count) if count > 1 else tf.ones([], tf.int64)
+        rows = Rows(self.first + start, size, self.total, weight, None, dealt)
+        return rows, (start, start + size)
+
+    def is_all(self) -> bool:
+        """Returns whether it is known that the batch is one logical replica."""
+        return bool(tf.get_static_value(self.dealt) == 1)
 
     def share(self, replicas: int) -> Scalar:
         """Returns the part of each replica and micro-batch that counts, together 1."""
-        counting = partition.counting_parts(self.total, replicas)
+        counting = self.dealt
+        if counting is None:
+            counting = partition.counting_parts(self.total, replicas)
         if self.parts is not None:
             counting *= self.parts
         return 1.0 / tf.cast(counting, tf.float64)
@@ -139,11 +169,13 @@ class Pass(NamedTuple):
         stats: ``[2 * terms]``: the sum of each term of the loss, then the weight of each; float32,
             or float64 if one of them is.
         state: The new values of ``Trace.state``, in its order.
+        shared: What logical replicas add of these values, in the order of ``Trace.shared``.
     """
 
     gradients: tuple[tuple[Tensor, ...], ...]
     stats: Tensor
     state: tuple[Tensor, ...]
+    shared: tuple[Tensor, ...] = ()
 
     @property
     def addends(self) -> list[Tensor]:
@@ -209,9 +241,14 @@ class Trace:
             the first one does, and takes its rows of the same draws.
         updated: The trained variables that have a gradient, of a target or a penalty.
         why_each: Why the function of a replica is traced for each; "" if one trace serves all.
+        meets: Whether as many replicas as logical ones add up something within the function.
+        finds_error: Whether it is traced for each replica because TensorFlow has lost an error.
         functions: Those that replicas call, which live as long as the graph of the calls.
         counts_replicas: Whether something in them asks how many replicas there are.
         own_moments: Layers that normalize by the moments of the rows of their replica alone.
+        once: What logical replicas call: for the first micro-batch (True), and for others.
+        begin_at_zero: The variables that are zero for each logical replica, which adds to them.
+        shared: The variables of ``state`` to which all logical replicas contribute.
         known: The trace of the same step on replicas, whose function serves one device as well.
         logs_last: Whether what only the last step has in its logs is read: the norm of the
             gradient and the loss scale.
@@ -228,9 +265,14 @@ class Trace:
     seeds: list[KerasVariable] = dataclasses.field(default_factory=list)
     updated: tuple[KerasVariable, ...] = ()
     why_each: str = ""
+    meets: bool = False
+    finds_error: bool = False
     functions: list[ConcreteFunction] = dataclasses.field(default_factory=list)
     counts_replicas: bool = False
     own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
+    once: dict[bool, Any] = dataclasses.field(default_factory=dict)
+    begin_at_zero: Sequence[KerasVariable] = ()
+    shared: Sequence[KerasVariable] = ()
     known: Trace | None = None
     logs_last: bool = True
     inside: bool = False
@@ -240,9 +282,32 @@ class Trace:
         """Notes what the numbers of each tally are."""
         self.layouts = layouts_of(tallies)
 
+    def note_logical(self, *, begin_at_zero: Sequence[KerasVariable]) -> None:
+        """Notes the variables that are zero for each logical replica."""
+        self.begin_at_zero = begin_at_zero
+
+    def note_shared(self, variables: Sequence[KerasVariable]) -> None:
+        """Notes the variables to which all logical replicas contribute."""
+        self.shared = variables
+
+    def before(self, state: Sequence[Tensor]) -> list[tuple[KerasVariable, Tensor]]:
+        """Returns variables with the values that they seem to have for a replica.
+
+        Args:
+            state: Those of ``self.state``; () for their own.
+        """
+        zeros: list[tuple[KerasVariable, Tensor]] = []
+        for variable in self.begin_at_zero:
+            zeros.append((variable, tf.zeros(variable.shape, variable.dtype)))
+        return [*zeros, *zip(self.state, state, strict=False)]
+
     def note_why_each(self, why: str) -> None:
         """Notes why the function of a replica is traced for each; the first reason stays."""
         self.why_each = self.why_each or why
+
+    def note_meeting(self, why: str) -> None:
+        """Notes that replicas add up something within the function of a logical replica."""
+        self.meets, self.why_each = True, why
 
     def note_counting(self) -> None:
         """Notes that something asks how many replicas there are."""
@@ -261,7 +326,8 @@ class Trace:
         known = self.known
         assert known is not None
         self.layout, self.places, self.targets = known.layout, known.places, known.targets
-        self.state, self.seeds = known.state, known.seeds
+        self.state, self.seeds, self.once = known.state, known.seeds, dict(known.once)
+        self.replaced = known.replaced
 
     def note(
         self, layout: Layout, gradients: Sequence[Sequence[Tensor]], deferred: DeferredAssignments

@@ -24,6 +24,7 @@ _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are sti
 
 LISTED = "lists_of_rows_of_replicas"  # The scope of their addition: a graph that has it sends them.
 _sends_lists: ContextVar[bool] = ContextVar("sends_lists", default=False)
+_in_pairs: ContextVar[bool] = ContextVar("in_pairs", default=False)
 _in_memory: bool | None = None  # Set by ``forcing_addition``.
 
 
@@ -49,6 +50,8 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     """
     if strategy.num_replicas_in_sync == 1:
         return True  # The default strategy does not say where it runs.
+    if _in_pairs.get():
+        return is_one_process(strategy)
     if _in_memory is not None:
         return _in_memory
     devices = strategy.extended.worker_devices
@@ -67,6 +70,19 @@ def adds_lists(strategy: tf.distribute.Strategy) -> bool:
     if isinstance(strategy, tf.distribute.TPUStrategy):
         return False
     return _sends_lists.get() or not tf.inside_function()
+
+
+@contextmanager
+def adding_in_pairs() -> Iterator[None]:
+    """Has what is traced meanwhile be added in pairs, neighbours first, on any devices.
+
+    Collectives of more than two devices add in an order of their own.
+    """
+    token = _in_pairs.set(True)
+    try:
+        yield
+    finally:
+        _in_pairs.reset(token)
 
 
 @contextmanager
@@ -178,25 +194,32 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
 def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
     """Adds the tensors, or the lists of rows, of replicas that are not None on a device.
 
-    They are added in the order of the replicas, or a resumed run would end with other bits. Given
+    They are added in pairs, neighbours first, or a resumed run would end with other bits. Given
     three tensors or more, ``AddN`` first takes one whose memory it may write to, which depends on
-    what has run so far; and TensorFlow makes one ``AddN`` of a chain of them on one device. So two
-    are added at a time, and no two additions that follow each other are on one device.
+    what has run so far; and TensorFlow makes one ``AddN`` of additions on one device. So two are
+    added at a time, and no two additions that follow each other are on one device.
     """
     addends = present(parts)
-    if is_list(addends[0]):
+    if len(addends) == 1:
+        (only,) = addends
         with tf.device(device):
-            return joined(addends)
-    *others, last = addends
-    while len(others) > 1:
-        first, second, *rest = others
-        place = second.device
-        if place == device:
-            place = addends[0].device
-        with tf.device(place):
-            others = [tf.add_n([first, second]), *rest]
+            return only if is_list(only) else tf.identity(only)
+    half = 1 << (len(addends) - 1).bit_length() - 1  # The others pass up.
+    halves: list[Gradient] = []
+    for part in (addends[:half], addends[half:]):
+        place = device
+        for addend in part:
+            if len(part) > 1 and addend.device != device:
+                place = addend.device
+                break
+        halves.append(part[0] if len(part) == 1 else add_on_device(part, place))
+    if is_list(halves[0]):
+        if len(addends) > 2:
+            halves = list(map(unique, halves))
+        with tf.device(device):
+            return joined(halves)
     with tf.device(device):
-        return tf.add_n([*others, last])
+        return tf.add_n(halves)
 
 
 def sum_over_workers(

@@ -52,6 +52,7 @@ def evaluate(
     return_dict: bool = False,
     *,
     x: Data = None,
+    logical_replicas: int | None = None,
     verify: Verify = "first",
 ) -> Nested:
     """Computes loss and metrics of a compiled model, exactly, over every example.
@@ -70,6 +71,7 @@ def evaluate(
         callbacks: Keras callbacks, whose ``on_test_...`` hooks are called.
         return_dict: Whether to return a dict with the names of the logs.
         x: Another name for ``data``, as in Keras.
+        logical_replicas: See ``make_eval_step``.
         verify: See ``make_eval_step``.
 
     Returns:
@@ -102,7 +104,9 @@ def evaluate(
     reading = Reading("evaluation", batch_size, steps)
     with feed_of(model, strategy, source, reading) as feed:
         hooks = Hooks(callbacks, model, strategy, verbose=verbose, steps=feed.steps)
-        loop = Program(model, strategy, verify=verify).evaluation_loop(hooks, feed)
+        options = {"logical_replicas": logical_replicas}
+        program = Program(model, strategy, verify=verify, options=options)
+        loop = program.evaluation_loop(hooks, feed)
         check_values_alike(strategy, model)
         with _keeping_metrics(model, strategy):
             logs = _run(model, EvaluationCallbacks(hooks, loop), steps)
@@ -160,21 +164,24 @@ def _keeping_metrics(model: KerasModel, strategy: tf.distribute.Strategy) -> Ite
 
 
 def evaluation_methods(
-    model: KerasModel, verify: Verify, callbacks: EvaluationCallbacks
+    model: KerasModel,
+    verify: Verify,
+    logical_replicas: int | None,
+    callbacks: EvaluationCallbacks,
 ) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
     Keras' own give other numbers on several replicas.
     """
 
-    def ours(name: str, function: Function) -> Function:
+    def ours(name: str, function: Function, **options: object) -> Function:
         def call(model: KerasModel, **arguments: Nested) -> Nested:
             refuse_own_methods(model, name, name)
             return function(model, **arguments)
 
-        return as_method(model, name, call, verify=verify)
+        return as_method(model, name, call, verify=verify, **options)
 
-    evaluates = ours("evaluate", evaluate)
+    evaluates = ours("evaluate", evaluate, logical_replicas=logical_replicas)
 
     def validates(*args: object, **arguments: Nested) -> Nested:
         if isinstance(arguments.get("x"), Feed):

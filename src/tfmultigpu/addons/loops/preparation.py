@@ -13,7 +13,7 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.training import fit
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import KerasModel, Options
+from tfmultigpu.types import KerasModel
 
 
 def prepare(model: KerasModel, **options: object) -> ExitStack:
@@ -26,7 +26,8 @@ def prepare(model: KerasModel, **options: object) -> ExitStack:
     Args:
         model: A Keras model.
         **options: Arguments of ``fit`` that Keras does not have, such as ``micro_batches``,
-            ``clip_norm`` or ``forward``; ``verify`` applies to all three.
+            ``clip_norm`` or ``forward``; ``verify`` applies to all three, ``logical_replicas`` to
+            ``fit`` and ``evaluate``.
 
     Returns:
         An object that undoes this, by ``close()`` or at the end of a ``with`` block. The last
@@ -55,12 +56,11 @@ def prepare(model: KerasModel, **options: object) -> ExitStack:
     known = {*inspect.signature(fit).parameters, *StepOptions.__annotations__}
     check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
-    verify: Options = {}
-    if "verify" in options:
-        verify["verify"] = options["verify"]
+    verify = {name: options[name] for name in ("verify",) if name in options}
+    dealt = {name: options[name] for name in ("logical_replicas",) if name in options}
     methods = {
         "fit": as_method(model, "fit", fit, **options),
-        "evaluate": as_method(model, "evaluate", evaluate, **verify),
+        "evaluate": as_method(model, "evaluate", evaluate, **verify, **dealt),
         "predict": as_method(model, "predict", predict, **verify),
     }
     attributes = model.__dict__  # Not by setattr, with which Keras would track them.

@@ -194,20 +194,26 @@ class Program:
         """Returns what the loop of Keras calls to evaluate."""
         model, strategy, spec = self.model, self.strategy, feed.element_spec
         proxy, pace = weakref.proxy(model), CallLength(strategy, measured=0, steps=32)
+        dealt = self.options.get("logical_replicas")
+        if self.step is not None:
+            dealt = self.step.logical_replicas
         if self.eval_step is not None or self.forward is not None:
             step = self.eval_step or make_eval_step(
-                proxy, None, strategy, forward=self.forward, verify=self.verify
-            )
+                proxy, None, strategy, forward=self.forward, verify=self.verify,
+                logical_replicas=dealt,
+            )  # fmt: skip
             metrics = EpochMetrics(metrics_inside(model), None, {"": step})
             return EvaluationLoop(model, hooks, feed, step, metrics, pace)
         build_if_needed(model, strategy, spec)
 
         def make(loss: Objective, metrics: Metrics) -> EvalStep:
-            return make_eval_step(proxy, loss, strategy, metrics=metrics, verify=self.verify)
+            options: Options = {"verify": self.verify, "logical_replicas": dealt}
+            return make_eval_step(proxy, loss, strategy, metrics=metrics, **options)
 
         # A new layer or a frozen layer needs a new step.
         variables = [(id(variable), variable.trainable) for variable in model.variables]
-        step, metrics = self._of_compiled("evaluate", (variables, self.verify), spec, make)
+        key = variables, self.verify, dealt
+        step, metrics = self._of_compiled("evaluate", key, spec, make)
         return EvaluationLoop(model, hooks, feed, step, metrics, pace)
 
 

@@ -129,9 +129,10 @@ def fit(
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
         verify: See ``make_train_step``; also applies to validation.
-        **arguments: ``micro_batches``, ``clip_norm``, ``loss_scale`` and ``shard_update`` of
-            ``make_train_step``, and all others of ``keras.Model.fit``, with its defaults, such as
-            ``validation_data``, ``class_weight`` and ``callbacks``.
+        **arguments: ``micro_batches``, ``clip_norm``, ``loss_scale``, ``logical_replicas`` (also
+            of validation) and ``shard_update`` of ``make_train_step``, and all others of
+            ``keras.Model.fit``, with its defaults, such as ``validation_data``, ``class_weight``
+            and ``callbacks``.
 
     Returns:
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
@@ -225,7 +226,8 @@ def fit(
         hooks.announce(running)
         for part in training.step.train_steps:
             check_values_alike(strategy, part.model, part.optimizer)
-        methods = {**around(training), **evaluation_methods(model, verify, running)}
+        dealt = training.step.logical_replicas
+        methods = {**around(training), **evaluation_methods(model, verify, dealt, running)}
         owned.enter_context(setting(model, **methods))
         return run_keras(
             model,

@@ -21,6 +21,7 @@ from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Array, Data, Function, Options, Scalar, Shard
 
 _TRAINING = "return tmg.testing.Training(model, optimizer, loss)"
+_PREDICTION, _TOLERANCE = "prediction", 1e-6
 Quantities: TypeAlias = list[tuple[str, Array | Scalar]]  # Names and values after a step.
 
 
@@ -30,7 +31,7 @@ def assert_replica_invariant(
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     tolerances: Mapping[str, float] | None = None,
 ) -> Difference: ...
 
@@ -43,7 +44,7 @@ def assert_replica_invariant(
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
     shares: Sequence[float] | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     tolerances: Mapping[str, float] | None = None,
     predict: bool = True,
     **options: Any,
@@ -57,7 +58,7 @@ def assert_replica_invariant(
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
     shares: Sequence[float] | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     tolerances: Mapping[str, float] | None = None,
     predict: bool = True,
     **options: Any,
@@ -82,10 +83,13 @@ def assert_replica_invariant(
             ``virtual_devices``); or several numbers.
         strategy: The strategy, in place of ``replicas``; also one of several workers.
         shares: Relative share of each global batch per replica.
-        tolerance: Largest difference: absolute for values below one, relative above.
+        tolerance: Largest difference: absolute for values below one, relative above. None is 1e-6,
+            or 0 with ``logical_replicas``.
         tolerances: Larger ones for quantities whose name contains a text: ``{"Adam": 1e-5}``.
         predict: Whether to compare evaluation and predictions too.
-        options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``.
+        options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``. With
+            ``logical_replicas`` one device computes these too, and all bits must be equal, but
+            for predictions.
 
     Returns:
         The largest difference of all.
@@ -116,11 +120,16 @@ def assert_replica_invariant(
         True
     """
     counts = [check_count("replicas", count) for count in np.atleast_1d(replicas)]
+    is_exact = options.get("logical_replicas") is not None
+    if tolerance is None:
+        tolerance = 0.0 if is_exact else _TOLERANCE
     if not counts or not tolerance >= 0:
         raise ValueError(f"Received: replicas={brief(replicas)}, tolerance={brief(tolerance)}.")
 
     def allowed(quantity: str) -> float:
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
+        if is_exact and quantity.startswith(_PREDICTION):  # Of a batch of another size.
+            limits.append(_TOLERANCE)
         return max(limits, default=tolerance)
 
     def strategies() -> Iterator[tf.distribute.Strategy]:
@@ -136,7 +145,14 @@ def assert_replica_invariant(
     check_callable("build", build, write=f"def build(): {_TRAINING}.")
     batches = _batches_of(dataset)
     predicted = batches if predict else []
-    expected = list(_train_on_one_device(_build(build), batches, predicted))
+    if is_exact:
+        alone = create_strategy(devices=1, fallback=False)
+        with alone.scope():
+            training = _build(build)
+        ours = _train_on_replicas(training, batches, predicted, alone, None, options)
+        expected = list(ours)
+    else:
+        expected = list(_train_on_one_device(_build(build), batches, predicted))
     largest = Difference("nothing", 0, 0.0)
     for each in strategies():
         with each.scope():
@@ -243,7 +259,10 @@ def _train_on_replicas(
         shown = [(name, logs[name].numpy()) for name in ("loss", "gradient_norm")]
         yield [*shown, *training.values()]
     # Without verification, because the caller compares.
-    evaluate = make_eval_step(model, objective, strategy, forward=forward, verify=False)
+    dealt = options.get("logical_replicas")
+    evaluate = make_eval_step(
+        model, objective, strategy, forward=forward, verify=False, logical_replicas=dealt
+    )
     predictor = make_predict_step(model, strategy, verify=False)
     yield _ends(training, predicted, lambda batch: evaluate(batch)["loss"], predictor)
 
@@ -265,5 +284,5 @@ def _ends(
         ends.append((f"evaluated loss of batch {i}", evaluate(batch).numpy()))
         outputs = () if training.forward else predict(batch)
         for part in tf.nest.flatten(outputs, expand_composites=True):
-            ends.append((f"prediction of batch {i}", part.numpy()))
+            ends.append((f"{_PREDICTION} of batch {i}", part.numpy()))
     return ends

@@ -116,9 +116,13 @@ class Quantity:
 
 
 class Rounding:
-    """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin."""
+    """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin.
 
-    def __init__(self, layers: Sequence[KerasLayer]) -> None:
+    Exact, there is none: logical replicas give the same bits on any number of devices.
+    """
+
+    def __init__(self, layers: Sequence[KerasLayer], *, exact: bool = False) -> None:
+        self.exact, self.slack = exact, 0.0 if exact else _EPSILON
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
@@ -126,12 +130,14 @@ class Rounding:
             self.compute = max(self.compute, 2.0**-10)
         # That would bound nothing in half precision, whose rounding is measured where it matters.
         self.bound, self.margin = self.compute, 4.0
-        if self.compute <= 1e-5:
+        if exact:
+            self.bound = self.margin = 0.0
+        elif self.compute <= 1e-5:
             self.bound, self.margin = self.compute * 16.0 * math.sqrt(len(layers)), 16.0
 
     def of_sum(self, additions: float = 1.0) -> float:
         """Returns the relative bound for a sum of so many numbers."""
-        return self.bound + 4.0 * _EPSILON * math.sqrt(max(additions, 1.0))
+        return self.bound + 4.0 * self.slack * math.sqrt(max(additions, 1.0))
 
 
 def _epsilon(dtype: Dtype) -> float:
@@ -172,7 +178,7 @@ def compared(
             bound *= 4.0
         shown = _NAMES.get(name, repr(name))
         # Rows that cancel leave the rounding of a mean of one.
-        yield Quantity(name, shown, expected[name], [number], bound, _EPSILON)
+        yield Quantity(name, shown, expected[name], [number], bound, bounds.slack)
     paths = _paths_in_metrics(device.step)
     for i, variable in enumerate(device.states):
         values = values_of(device.strategy, variable)

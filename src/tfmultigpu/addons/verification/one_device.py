@@ -278,10 +278,17 @@ class OneDevice:
 
         gradient = gradient._replace(variables=self._ran.variables)
         # That of an owner is one update anyway.
-        with ExitStack() as contexts:
-            if not self.step.update.owned:
-                contexts.enter_context(updating_by(self.strategy, update))
-            phases.update(self.step.update, gradient)
+
+        def run() -> None:
+            with ExitStack() as contexts:
+                if not self.step.update.owned:
+                    contexts.enter_context(updating_by(self.strategy, update))
+                phases.update(self.step.update, gradient)
+
+        if self.twin.logical_replicas is None:
+            run()
+        else:  # TensorFlow rewrites a graph so that some numbers round otherwise.
+            tf.function(run, autograph=False)()
         phases.advance(self.step.features, gradient, [])
 
 

@@ -23,10 +23,11 @@ from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
-from tfmultigpu.lists import present
+from tfmultigpu.lists import of_type, present
 from tfmultigpu.steps.batches import cut_batch, spec_of
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.program import Key, Program
@@ -45,6 +46,12 @@ _SMALL = (
     "rows then, and one of them counts. Code that adds over replicas divides by a count that it "
     "adds too, not by the number of replicas: total, rows = context.all_reduce('SUM', [total, "
     "rows]). Or leave such batches out: dataset.batch(size, drop_remainder=True)."
+)
+_BITS = (
+    "With logical replicas each bit is to be that of one device. Known to change bits are code "
+    "that draws or counts outside of Keras' variables (tf.random, numpy in tf.py_function), "
+    "kernels of a GPU that add in any order (tf.config.experimental.enable_op_determinism() at the "
+    "start of the program), GPUs of several types, and a library that picks a kernel by its time."
 )
 _REWRITTEN = (
     "both agree as they were traced, but TensorFlow rewrites one of them so that numbers round "
@@ -92,6 +99,12 @@ class Verify(Feature):
         """Keeps the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether one device computes the same logical replicas, so that bits are compared."""
+        dealt = of_type(self._step.features, LogicalReplicas)
+        return any(not feature.meets for feature in dealt)
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
@@ -152,7 +165,7 @@ class Verify(Feature):
 
     def _parts(self) -> int:
         """Returns how many parts a batch has at most: micro-batches of all replicas."""
-        parts: int = self._strategy.num_replicas_in_sync
+        parts: int = self._step.logical_replicas or self._strategy.num_replicas_in_sync
         for feature in self._step.features:
             if isinstance(feature, MicroBatches):
                 parts *= feature.count
@@ -197,7 +210,7 @@ class Verify(Feature):
         is_even = kind == "even"
         sizes = [rows] if kind == "small" else self._sizes(rows, is_even=is_even)
         norms = program.trace.own_moments
-        if norms and self._strategy.num_replicas_in_sync > 1:
+        if norms and not self._is_exact and self._strategy.num_replicas_in_sync > 1:
             # They are as everybody knows them. What else there is shows without them.
             said = [explain_norms(norms)]
             step = self._without(step, batch)
@@ -249,8 +262,8 @@ class Verify(Feature):
         replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
         if replicas == 1 or partition.fixed_offsets(batch[1][0][0]) is not None:
             return []  # None, or all batches of the data are of one size.
-        sizes = [replicas - 1]
-        if replicas < parts <= rows:
+        sizes = [] if self._is_exact else [replicas - 1]
+        if replicas < parts <= rows or (self._is_exact and parts > 1):
             sizes.append(parts - 1)
         return sizes
 
@@ -261,7 +274,8 @@ class Verify(Feature):
         if outcome.outcome != "different" or one is None:
             return None if outcome.reason else outcome
         culprit, _ = explain(comparison.beyond, Culprit(), one.device)
-        return dataclasses.replace(outcome, culprit=culprit, advice=_SMALL.format(rows=rows))
+        advice = _BITS if self._is_exact else _SMALL.format(rows=rows)
+        return dataclasses.replace(outcome, culprit=culprit, advice=advice)
 
     # One comparison -----------------------------------------------------------------------------
 
@@ -346,7 +360,7 @@ class Verify(Feature):
         found, _, beyond = numbers
         told = self._exchange("what a verification found", [len(each) for each in numbers])
         told = told.max(axis=0)
-        if told[2]:
+        if told[2] and not self._is_exact:
             # TensorFlow may rewrite the same code in two ways, which round differently.
             again = functools.partial(self._without_rewriting, one)
             remain, reason = _attempt(lambda: self._exchange.together("a second look", again))
@@ -370,7 +384,7 @@ class Verify(Feature):
     def _found(self, one: _One, numbers: Numbers, *, scales: bool = True) -> _Apart:
         """Runs the step, and returns what differs from the numbers of one device."""
         device = one.device
-        bounds = Rounding(all_layers(device.step.model))
+        bounds = Rounding(all_layers(device.step.model), exact=self._is_exact)
         with putting_back(device.step, one.program.run) as before:
             device.begin(before)
             logs = one.program.run(*one.arguments)[0]
@@ -378,6 +392,7 @@ class Verify(Feature):
         if not found:
             return [], [], []
         rounding = bounds.compute
+        scales = scales and not self._is_exact
         still, again, *moved = device.moved(one.whole, one.program, rounding, scales=scales)
         steady = [each for each in found if each.is_steady(still, again)]
         beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
@@ -389,6 +404,9 @@ class Verify(Feature):
         if outcome.outcome != "different" or one is None:
             return outcome
         step = one.device.step
+        if self._is_exact:
+            culprit, _ = explain(comparison.beyond, Culprit(), one.device)
+            return dataclasses.replace(outcome, culprit=culprit, advice=_BITS)
         join = functools.partial(join_rows, self._strategy)
         bound = math.sqrt(Rounding(all_layers(step.model)).compute)
         with _compat.without_rewriting():

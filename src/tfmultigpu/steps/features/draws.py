@@ -200,7 +200,8 @@ class Draws(Feature):
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has layers draw the rows of this replica."""
         strategy = tf.distribute.get_strategy()
-        is_whole = strategy.num_replicas_in_sync == 1 and rows.parts is None
+        is_cut = rows.parts is not None or rows.dealt is not None
+        is_whole = strategy.num_replicas_in_sync == 1 and not is_cut
         if is_whole and _watched.get() is None:
             yield
             return

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfmultigpu.lists import of_type
 from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
-from tfmultigpu.steps.values import Pass, Phase, Shards, Trace
+from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
+from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.types import Function, Nested, Scalar, Tensor
 
@@ -32,6 +34,13 @@ class MicroBatches(Feature):
     def bind(self, step: BoundStep) -> None:
         """Keeps the strategy."""
         self._strategy = step.strategy
+        self._dealt = of_type(step.features, LogicalReplicas)
+
+    def on_one_device(self) -> Feature | None:
+        """Returns the same if logical replicas are cut, which one device computes alike."""
+        if any(not dealt.meets for dealt in self._dealt):
+            return MicroBatches(self.count, self._loop)
+        return None
 
     def around_phase(self, phase: Phase) -> Phase:
         """Returns a loop around the phase.
@@ -42,7 +51,7 @@ class MicroBatches(Feature):
 
         def looped(shards: Shards, trace: Trace) -> list[Pass]:
             with tf.device("CPU:0"):  # Decided there, in 32 bits; nothing waits for a GPU.
-                largest = tf.reduce_max(tf.stack([rows.count for rows in shards.rows]))
+                largest = tf.reduce_max(tf.stack([_most_rows(rows) for rows in shards.rows]))
                 count = tf.minimum(tf.constant(self.count, tf.int64), largest)
                 last = tf.cast(count, tf.int32)
 
@@ -78,6 +87,13 @@ class MicroBatches(Feature):
             return [()] * replicas
         local = map(self._strategy.experimental_local_results, states)
         return list(zip(*local, strict=True))
+
+
+def _most_rows(rows: Rows) -> Scalar:
+    """Returns how many rows a replica has at most; of logical ones any has, on any device."""
+    if rows.dealt is None:
+        return rows.count
+    return -(-rows.total // rows.dealt)
 
 
 def one_after_the_other(

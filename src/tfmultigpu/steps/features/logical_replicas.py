@@ -1,0 +1,231 @@
+"""Logical replicas: a step whose bits depend on their number, not on that of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import NOT_EVEN, with_dependencies
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import pick
+from tfmultigpu.steps.features.feature import BoundStep, Feature
+from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
+from tfmultigpu.strategies.collectives import adding_in_pairs
+from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
+from tfmultigpu.strategies.topology import is_on_read, local_replicas
+from tfmultigpu.types import Context, KerasVariable, Shard, Untyped
+
+
+class _Group(NamedTuple):
+    """Neighbouring logical replicas of each device.
+
+    Attributes:
+        size: How many of each device.
+        passes: For each replica of this process the sum of theirs.
+    """
+
+    size: int
+    passes: list[Pass]
+
+
+class LogicalReplicas(Feature):
+    """Deals ``count`` logical replicas to the devices, which compute theirs one after the other.
+
+    ::
+
+        logical replica v:  rows B * v // count up to B * (v + 1) // count of a batch of B rows
+        device r of N:      logical replicas r * count / N up to (r + 1) * count / N, by one
+                            function that is called for each; added in pairs, neighbours first
+        all devices:        these sums, added in pairs
+
+    So all additions are those of one binary tree, whose leaves are the logical replicas. Each of
+    them begins with the state before the step. Floating-point state of layers becomes its mean over
+    those that have rows, and what metrics add is added once.
+
+    Attributes:
+        count: How many there are.
+        meets: Whether they were found to meet, each on a device of its own: no other number of
+            devices computes that.
+    """
+
+    meets = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def bind(self, step: BoundStep) -> None:
+        """Checks that each device has as many of them, or one device all."""
+        self._step, self._strategy = step, step.strategy
+        check_fits(self.count, step.strategy.num_replicas_in_sync)
+
+    def on_one_device(self) -> Feature | None:
+        """Returns the same for one device, which computes all of them; nothing if they meet."""
+        return None if self.meets else LogicalReplicas(self.count)
+
+    def around_trace(self) -> Context:
+        """Has what replicas give be added in pairs."""
+        return adding_in_pairs()
+
+    def around_phase(self, phase: Phase) -> Phase:
+        """Returns the function that computes the logical replicas of this process."""
+
+        def dealt(shards: Shards, trace: Trace) -> list[Pass]:
+            trace.note_logical(begin_at_zero=self._summed_states())
+            add = _Adding()
+            groups: list[_Group] = []
+            shards = self._checked(shards)
+            for number in range(self.count // self._strategy.num_replicas_in_sync):
+                part = self._part(shards, number, groups)
+                passes = phase(part, trace)
+                self.meets |= trace.meets
+                group = _Group(1, self._given(passes, part.rows, trace))
+                while groups and groups[-1].size == group.size:
+                    group = add(groups.pop(), group)
+                groups.append(group)
+            while len(groups) > 1:  # One device may have any number.
+                last = groups.pop()
+                groups.append(add(groups.pop(), last))
+            return groups[0].passes
+
+        return dealt
+
+    def _checked(self, shards: Shards) -> Shards:
+        """Returns shards whose places are checked: who cuts must cut by row number alone."""
+        replicas = self._strategy.num_replicas_in_sync
+        if replicas == 1:
+            return shards
+        with tf.device("CPU:0"):
+            firsts = tf.stack([rows.first for rows in shards.rows])
+            total, numbers = shards.rows[0].total, local_replicas(self._strategy)
+            even = tf.stack([total * number // replicas for number in numbers])
+            fits = tf.reduce_all((firsts == even) | (total < replicas))
+            check = tf.raw_ops.Assert(
+                condition=fits, data=[NOT_EVEN.text, firsts], summarize=replicas
+            )
+        return shards._replace(local=with_dependencies([check], shards.local))
+
+    def _part(self, shards: Shards, number: int, before: Sequence[_Group]) -> Shards:
+        """Returns the rows of one logical replica of each device, computed after others."""
+        after = [done.stats for group in before for done in group.passes]
+        local: list[Shard] = []
+        places: list[Rows] = []
+        each = self.count // self._strategy.num_replicas_in_sync
+        replicas = local_replicas(self._strategy)
+        for replica, shard, rows in zip(replicas, shards.local, shards.rows, strict=True):
+            with tf.device("CPU:0"):  # Shapes are decided there.
+                place, bounds = rows.of_logical(replica * each + number, self.count)
+                start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
+            # TensorFlow's threads of replicas wait for no control dependency.
+            local.append(with_dependencies(after, partition.slice_rows(shard, start, stop)))
+            places.append(place)
+        return shards._replace(local=local, rows=places)
+
+    def _summed_states(self) -> list[KerasVariable]:
+        """Returns the variables of metrics, which are added up when they are read."""
+        model: Untyped = self._step.model
+        states: list[KerasVariable] = []
+        for metric in (*self._step.metrics, *getattr(model, "metrics", ())):
+            states += filter(is_on_read, metric.variables)
+        return list({id(state): state for state in states}.values())
+
+    def _given(self, passes: list[Pass], rows: Sequence[Rows], trace: Trace) -> list[Pass]:
+        """Returns passes with what they give to the states that all logical replicas share."""
+        shared = _shared_states(trace)
+        trace.note_shared(shared)
+        numbers = [i for i, state in enumerate(trace.state) if id(state) in set(map(id, shared))]
+        given: list[Pass] = []
+        for result, place in zip(passes, rows, strict=True):
+            with tf.device(result.stats.device):
+                values = tuple(map(place.counted, pick(result.state, numbers)))
+                addends = [unique(one) if is_list(one) else one for one in result.addends]
+            given.append(result.with_addends(addends)._replace(shared=values))
+        return given
+
+
+def check_fits(count: int, replicas: int) -> None:
+    """Checks that so many replicas can compute ``count`` logical replicas."""
+    fits = [1]
+    for number in range(2, count + 1):
+        share, rest = divmod(count, number)
+        if not rest and not share & (share - 1):
+            fits.append(number)
+    if replicas not in fits:
+        raise TfMultiGpuError(
+            "Logical replicas are added in pairs, so each device computes 1, 2, 4, 8 ... of them, "
+            "or one device all.",
+            f"logical_replicas={count} on {replicas} replica(s)",
+            f"Take one of {', '.join(map(str, fits))} replicas: tmg.create_strategy(devices="
+            f"{max(n for n in fits if n <= replicas)}); or logical_replicas={replicas} or "
+            f"{2 * replicas}, which gives other bits.",
+        )
+
+
+class _Adding:
+    """Adds what two groups of logical replicas give, of each replica on its device.
+
+    It is a function that is called: of additions that follow each other on one device TensorFlow
+    makes one of its own order.
+    """
+
+    def __init__(self) -> None:
+        options = _compat.called_as_whole()
+        self._add: Untyped = tf.function(_add_each, autograph=False, **options)
+
+    def __call__(self, left: _Group, right: _Group) -> _Group:
+        sums: list[Pass] = []
+        for before, result in zip(left.passes, right.passes, strict=True):
+            with tf.device(result.stats.device):
+                flat = self._add(_addends(before), _addends(result))
+            sums.append(_with_addends(result, flat)._replace(state=before.state))
+        return _Group(left.size + right.size, sums)
+
+
+def _add_each(left: Sequence[Gradient], right: Sequence[Gradient]) -> list[Gradient]:
+    sums: list[Gradient] = []
+    for before, addend in zip(left, right, strict=True):
+        if is_list(addend):
+            sums.append(unique(joined([before, addend])))
+        else:
+            sums.append(before + addend)
+    return sums
+
+
+def _addends(result: Pass) -> list[Gradient]:
+    return [*result.shared, *result.addends]
+
+
+def _with_addends(result: Pass, values: Sequence[Gradient]) -> Pass:
+    count = len(result.shared)
+    return result.with_addends(values[count:])._replace(shared=tuple(values[:count]))
+
+
+def _shared_states(trace: Trace) -> list[KerasVariable]:
+    """Returns the states to which all logical replicas contribute, in the order of ``state``."""
+    seeds, shared = set(map(id, trace.seeds)), []
+    known = set(map(id, trace.begin_at_zero))
+    for state in trace.state:
+        if is_on_read(state):
+            if id(state) not in known or id(state) in trace.replaced:
+                raise TfMultiGpuError(
+                    "Logical replicas add to the state of a metric, and this one is assigned "
+                    "another value, or belongs to no metric.",
+                    f"{state.path!r}",
+                    "Write variable.assign_add(values of rows), and divide in result(); or leave "
+                    "logical_replicas out.",
+                )
+            shared.append(state)
+        elif tf.as_dtype(state.dtype).is_floating and id(state) not in seeds:
+            if state.aggregation == "sum":
+                raise TfMultiGpuError(
+                    "A weight whose values are added over the replicas would be added for each "
+                    "logical replica.",
+                    f"{state.path!r} with aggregation='sum'",
+                    "Leave aggregation out, which makes it the mean over logical replicas; or "
+                    "count in a metric.",
+                )
+            shared.append(state)
+    return shared
