@@ -91,8 +91,8 @@ STEPS = (
     # test_draws -----------------------------------------------------------------------------------
     broken(
         "a micro-batch draws the numbers of the first one",
-        "return Rows(self.first + start, stop",
-        "return Rows(self.first, stop",
+        "first=self.first + start, count=stop",
+        "first=self.first, count=stop",
         f"{DRAWS}[noise without seeds, N=2]",
     ),
     broken(

@@ -424,9 +424,12 @@ def commit(
         values = per_replica(strategy, [one.state for one in passes])
         weights = per_replica(strategy, [rows.weight for rows in shards.rows])
         replica = functools.partial(
-            assign, trace.state, replaced=trace.replaced, after=after,
+            assign,
+            trace.state,
+            replaced=trace.replaced,
+            after=after,
             summed=by_id(trace.begin_at_zero),
-        )  # fmt: skip
+        )
         strategy.run(replica, args=(values, weights))
 
 

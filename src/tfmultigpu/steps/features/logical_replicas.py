@@ -1,4 +1,4 @@
-"""Logical replicas: a step whose bits depend on their number, not on that of devices."""
+"""Logical replicas: a step whose bits depend on how many there are, on any number of devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LogicalReplicas(Feature):
                             function that is called for each; added in pairs, neighbours first
         all devices:        these sums, added in pairs
 
-    So all additions are those of one binary tree, whose leaves are the logical replicas. Each of
+    So all additions together are one binary tree, whose leaves are the logical replicas. Each of
     them begins with the state before the step. Floating-point state of layers becomes its mean over
     those that have rows, and what metrics add is added once.
 
