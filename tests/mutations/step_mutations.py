@@ -172,8 +172,8 @@ STEPS = (
     ),
     broken(
         "states are assigned before the checks have passed",
-        "replaced=trace.replaced, after=after)",
-        "replaced=trace.replaced, after=[])",
+        "replaced=trace.replaced,\n            after=after,\n",
+        "replaced=trace.replaced,\n            after=[],\n",
         f"{FAILS}[N=2, synchronized norm]",
     ),
     broken(
