@@ -46,6 +46,7 @@ SETS = {
     "c": ("2-parts-transformer", "4-parts-transformer", "2-parts-resnet", "4-parts-resnet"),
     "d": ("bert-bfloat16-32", "gemma-bfloat16-8"),
     "e": ("remat-bfloat16-32", "transformer-float16-32", "embedding-float32-256"),
+    "g": ("bits-transformer", "bits-resnet"),
 }
 FIND_GPUS = "import tensorflow as tf; print('GPUS', len(tf.config.list_physical_devices('GPU')))"
 TO_START = 300.0  # seconds: the first import of TensorFlow from a cold disk, compiling its Python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
 import time
 import traceback
@@ -24,7 +25,8 @@ class Case:
     """One process of measuring.
 
     Attributes:
-        kind: ``"peak"``, ``"speed"``, ``"profile"``, ``"memory"``, ``"parts"`` or ``"replicas"``.
+        kind: ``"peak"``, ``"speed"``, ``"profile"``, ``"memory"``, ``"parts"``, ``"replicas"`` or
+            ``"bits"``.
         network: A key of ``NETWORKS``.
         precision: A key of ``PRECISIONS``.
         rows: Of a batch.
@@ -48,6 +50,8 @@ class Case:
             return "peak"
         if self.kind == "replicas":
             return f"{self.parts}-parts-{self.network}"
+        if self.kind == "bits":
+            return f"bits-{self.network}"
         parts = [self.network, self.precision, str(self.rows), *(["xla"] if self.xla else [])]
         return "-".join(parts if self.kind == "speed" else [self.kind, *parts])
 
@@ -68,6 +72,8 @@ def _cases() -> Iterator[Case]:
     for parts in (2, 4):
         yield Case("replicas", rows=16, parts=parts, contenders=("by_hand", "ours"))
         yield Case("replicas", "resnet", rows=64, parts=parts, contenders=("by_hand", "ours"))
+    for name in ("transformer", "resnet"):
+        yield Case("bits", name, "tf32", rows=16, parts=4, contenders=("1", "2", "4"))
     yield Case("speed", "remat", rows=32, contenders=all_three)
     yield Case("speed", "embedding", "float32", rows=256, contenders=all_three)
     yield Case("speed", "bert", rows=32, contenders=all_three)
@@ -203,6 +209,37 @@ def _replicas(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
         noting_peak("ours", lambda: ours(of, case.precision, rows, False, strategy)),
     ]
     return {"peaks": peaks, **_timed(makers, case, of, rows, rehearse, note)}
+
+
+def _bits(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
+    """Four logical replicas on one, two and four equal parts of one GPU: the same bits on each."""
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
+    from gpu.loops import ours
+
+    kind, memory = ("CPU", None) if rehearse else ("GPU", None)
+    if not rehearse:
+        tf.config.experimental.enable_op_determinism()
+        free = tmg.list_devices("GPU")[0].memory_free
+        memory = None if free is None else [int(0.9 * free / case.parts)] * case.parts
+    names = tmg.split_device(f"{kind}:0", parts=case.parts, memory=memory)
+    of = network(case.network, tiny=rehearse)
+    hashes: dict[str, str] = {}
+    for count in case.contenders:
+        note(f"{count} parts, until they train", {"hashes": hashes})
+        devices = list(names[: int(count)])
+        strategy = tmg.create_strategy(devices=devices, fallback=False)
+        rows = 8 if rehearse else case.rows * case.parts
+        options = {"logical_replicas": case.parts}
+        contender, _ = ours(of, case.precision, rows, False, strategy, **options)
+        contender.train(4)
+        weights = b"".join(weight.tobytes() for weight in contender.model.get_weights())
+        hashes[count] = hashlib.sha256(weights).hexdigest()[:12]
+    found = {"title": of.title, "hashes": hashes}
+    if len(set(hashes.values())) > 1:
+        return {"status": "failed", "error": f"other bits: {hashes}", **found}
+    return found
 
 
 def _profile(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
@@ -350,5 +387,6 @@ _KINDS = {
     "profile": _profile,
     "parts": _parts,
     "replicas": _replicas,
+    "bits": _bits,
     "memory": _memory,
 }

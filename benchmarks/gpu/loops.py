@@ -85,15 +85,13 @@ def ours(
     xla: bool,
     strategy: tf.distribute.Strategy | None = None,
     shares: Sequence[float] | None = None,
-    micro_batches: int = 1,
+    **options: Any,
 ) -> tuple[Contender, float]:
     """``make_train_step`` on the strategy of one GPU, or on the one given."""
     strategy = tmg.create_strategy("one_device") if strategy is None else strategy
     with strategy.scope():
         model, optimizer = network.model(precision), _optimizer(network, precision)
-    step = tmg.make_train_step(
-        model, optimizer, loss_of(), strategy, jit_compile=xla, micro_batches=micro_batches
-    )
+    step = tmg.make_train_step(model, optimizer, loss_of(), strategy, jit_compile=xla, **options)
     iterator = iter(tmg.distribute_dataset(_dataset(network, rows), strategy, shares=shares))
 
     def loop(steps: int) -> Any:
