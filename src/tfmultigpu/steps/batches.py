@@ -264,11 +264,12 @@ def shards_of(strategy: tf.distribute.Strategy, local: list[Any], offsets: Any) 
     """Returns shards; shards of several replicas have open rows, which tells draws by row."""
     replicas = strategy.num_replicas_in_sync
     if replicas > 1:
-        local = tf.nest.map_structure(_open_rows, local)
+        local = tf.nest.map_structure(open_rows, local)
     return Shards.of(local, offsets, local_replicas(strategy), replicas)
 
 
-def _open_rows(tensor: Any) -> Any:
+def open_rows(tensor: Any) -> Any:
+    """Returns a tensor whose number of rows is not known where it is traced."""
     is_dense = tensor is not None and not isinstance(tensor, tf.SparseTensor)
     if not is_dense or not tensor.shape.rank or tensor.shape[0] is None:
         return tensor

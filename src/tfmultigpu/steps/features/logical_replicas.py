@@ -12,12 +12,13 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_EVEN, with_dependencies
 from tfmultigpu.errors import ReplicaDependenceWarning, TfMultiGpuError
 from tfmultigpu.lists import pick
+from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
-from tfmultigpu.types import Context, KerasVariable, Shard, Untyped
+from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Untyped
 from tfmultigpu.user_code import warn
 
 
@@ -129,10 +130,15 @@ class LogicalReplicas(Feature):
             with tf.device("CPU:0"):  # Shapes are decided there.
                 place, bounds = rows.of_logical(replica * each + number, self.count)
                 start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
+                place = tf.nest.map_structure(_hidden, place)
             # TensorFlow's threads of replicas wait for no control dependency.
-            local.append(with_dependencies(after, partition.slice_rows(shard, start, stop)))
+            part = with_dependencies(after, partition.slice_rows(shard, start, stop))
+            # One device may know the rows of a batch, and several do not.
+            local.append(tf.nest.map_structure(open_rows, part))
             places.append(place)
-        return shards._replace(local=local, rows=places)
+        with tf.device("CPU:0"):
+            total = _hidden(shards.total)
+        return shards._replace(local=local, rows=places, total=total)
 
     def _summed_states(self) -> list[KerasVariable]:
         """Returns the variables of metrics, which are added up when they are read."""
@@ -211,6 +217,14 @@ def _addends(result: Pass) -> list[Gradient]:
 def _with_addends(result: Pass, values: Sequence[Gradient]) -> Pass:
     count = len(result.shared)
     return result.with_addends(values[count:])._replace(shared=tuple(values[:count]))
+
+
+def _hidden(number: Scalar) -> Scalar:
+    """Returns a scalar that TensorFlow does not know where it is traced.
+
+    Of a function that is called with a constant it makes another one, in which that is known.
+    """
+    return None if number is None else tf.compat.v1.placeholder_with_default(number, [])
 
 
 def _shared_states(trace: Trace) -> list[KerasVariable]:
