@@ -118,8 +118,8 @@ STEPS = (
     # test_shard_update ----------------------------------------------------------------------------
     broken(
         "the owner's value reaches the replicas after it only",
-        "if number == owner:\n                    continue",
-        "if number <= owner:\n                    continue",
+        "if number == owner:\n                continue",
+        "if number <= owner:\n                continue",
         f"{OWNERS}[SGD with momentum, clip_norm, EMA]",
         f"{OWNERS}[AdamW, EMA]",
     ),
@@ -132,8 +132,8 @@ STEPS = (
     ),
     broken(
         "an owner updates twice",
-        "                    function(copy, *args, **kwargs)\n",
-        "                    function(copy, *args, **kwargs)\n                    function(copy, *args, **kwargs)\n",
+        "                of_copy(copy, *args, **kwargs)\n",
+        "                of_copy(copy, *args, **kwargs)\n                of_copy(copy, *args, **kwargs)\n",
         f"{OWNERS}[Adam, global_clipnorm]",
     ),
     # test_overflow --------------------------------------------------------------------------------

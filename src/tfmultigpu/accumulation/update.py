@@ -18,11 +18,10 @@ from tfmultigpu.accumulation.stages import (
     check_scale_is_out,
     stages_of,
 )
-from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, row_list, unique
+from tfmultigpu.strategies.row_lists import Gradient, is_list, row_list, unique
 from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
@@ -207,9 +206,7 @@ def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -
     if not is_list(gradient):
         return gradient
     rows = unique(row_list(gradient, variable.shape, gradient.dtype))
-    if not is_table(variable):
-        return as_tensor(rows, variable.shape)
-    return update.as_taken(rows, variable)
+    return update.target_of(variable).taken(rows)
 
 
 def _decide(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -11,8 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.replicated import outside_scopes
-from tfmultigpu.accumulation.table_rows import is_table, takes_rows
+from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
@@ -23,6 +21,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
+from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds, check_scope, refuse_one_device
@@ -107,7 +106,7 @@ def explain(
         copies = _devices_of_copies(each, strategy)
         causes.extend(_check_model(each, strategy, copies))
         causes.extend(_check_optimizer(each, own, strategy))
-        causes.extend(_check_tables(each, own))
+        causes.extend(_check_tables(each, own, strategy))
         facts[f"model {each.name}"] = {
             "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
@@ -235,15 +234,21 @@ def _check_optimizer(
     yield Finding("error", "optimizer-scope", what, why, change)
 
 
-def _check_tables(model: KerasModel, optimizer: KerasOptimizer) -> Iterator[Finding]:
+def _check_tables(
+    model: KerasModel, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy
+) -> Iterator[Finding]:
     """Finds tables of embeddings that an optimizer updates as a whole in each step."""
     import keras
 
+    if optimizer is None:
+        return
+    update = Replicated(optimizer, strategy, "for a report")
     kinds = keras.layers.Embedding, keras.layers.ReversibleEmbedding
     layers = [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.built]
-    tables = {id(v): v for layer in layers for v in layer.trainable_variables if is_table(v)}
-    for table in tables.values() if optimizer is not None else ():
-        if outside_scopes(functools.partial(takes_rows, optimizer, table)):
+    tables = by_id(v for layer in layers for v in layer.trainable_variables)
+    for table in tables.values():
+        target = update.target_of(table)
+        if target.takes == "rows" or not target.is_table:
             continue
         size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
         kind = type(unwrap_optimizer(optimizer)).__name__

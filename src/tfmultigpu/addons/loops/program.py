@@ -216,7 +216,7 @@ def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
     own = set(map(id, model.variables))
     trained: set[int] = set()
     for part in step.train_steps:
-        trained.update(map(id, part.variables))
+        trained.update(map(id, part.forward.trained))
     if own and trained and not own & trained:
         names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(

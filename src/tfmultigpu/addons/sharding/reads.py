@@ -140,8 +140,8 @@ class ShardedReads(Feature):
         """Returns the passes, the first with the sums and the others with None in their place."""
         parts: dict[_Key, list[Any]] = {}
         sums: dict[_Key, Any] = {}
-        trained = list(enumerate(self._step.variables)) if passes[0].gradients else []
-        sharded = [(i, variable.value) for i, variable in trained if is_sharded(variable)]
+        trained = self._step.trained if passes[0].gradients else []
+        sharded = [(i, each.copies[0]) for i, each in enumerate(trained) if each.is_sharded]
         gradients = [list(map(list, of_replica.gradients)) for of_replica in passes]
         for number in range(len(passes[0].gradients)):
             for i, variable in sharded:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.replicated import updating_by
+from tfmultigpu.accumulation.applying import updating_by
 from tfmultigpu.addons.verification.other_scale import OtherScale
 from tfmultigpu.addons.verification.putting_back import Before, putting_back
 from tfmultigpu.data.batch_format import any_rows

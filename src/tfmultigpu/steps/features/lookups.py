@@ -15,10 +15,11 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.steps.assignments import deferred_here
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Rows
-from tfmultigpu.strategies.row_parts import RowParts
+from tfmultigpu.strategies.row_parts import RowParts, whole_of
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
@@ -28,11 +29,12 @@ _Value: TypeAlias = Any  # What TensorFlow takes and gives.
 _written: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
 
 
-def note_written(variables: Iterable[KerasVariable]) -> None:
+def note_written(trained: Iterable[Target]) -> None:
     """Notes variables whose single rows a step writes to, before it is traced."""
-    for variable in variables:
-        value = tf_variable(variable)
-        _written[id(value)] = value
+    for target in trained:
+        if target.takes == "rows":
+            value = tf_variable(whole_of(target.variable))
+            _written[id(value)] = value
 
 
 def written_of(tables: Iterable[KerasVariable]) -> tuple[int, ...]:
