@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfmultigpu._compat import ComposedVariable
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
 _Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
@@ -105,7 +105,7 @@ class RowParts(ComposedVariable):
 
     def __array__(self, dtype: _Value = None, copy: _Value = None) -> np.ndarray[_Value, _Value]:
         """Returns the whole table, in the memory of the host."""
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+        return np.asarray(self.numpy(), dtype)
 
     def sparse_read(self, ids: _Value, name: str | None = None) -> tf.Tensor:
         """Returns rows, each from the device that it is on; only these rows travel."""
@@ -223,8 +223,7 @@ class TablePart:
 
     def numpy(self) -> np.ndarray[_Value, _Value]:
         """Returns the rows."""
-        rows: np.ndarray[_Value, _Value] = self.value.numpy()
-        return rows
+        return np.asarray(self.value.numpy())
 
     def assign(self, value: _Value) -> None:
         """Assigns the rows."""
@@ -241,6 +240,11 @@ def units_of(variables: Iterable[KerasVariable]) -> list[_Value]:
         else:
             units.append(variable)
     return units
+
+
+def sharded_of(variables: Iterable[KerasVariable]) -> list[_Value]:
+    """Returns the variables, or the parts of tables, that are on one device each."""
+    return list(filter(is_sharded, units_of(variables)))
 
 
 def whole_of(variable: KerasVariable) -> KerasVariable:

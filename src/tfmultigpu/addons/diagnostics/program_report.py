@@ -23,7 +23,7 @@ from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.strategies.row_parts import copies_of, sharded_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds, check_scope, refuse_one_device
 from tfmultigpu.strategies.topology import (
     describe,
@@ -127,10 +127,9 @@ def explain(
 def _places_of_sharded(model: KerasModel) -> dict[str, str]:
     """Returns where the first sharded variables of a model are; nothing if there are none."""
     places: list[str] = []
-    for unit in units_of(getattr(model, "variables", ())):
-        if is_sharded(unit):
-            device = parse_device_name(tf_variable(unit).device)
-            places.append(f"{unit.path} of {tuple(unit.shape)} on {device}")
+    for variable in sharded_of(getattr(model, "variables", ())):
+        device = parse_device_name(tf_variable(variable).device)
+        places.append(f"{variable.path} of {tuple(variable.shape)} on {device}")
     if not places:
         return {}
     shown = "; ".join(places[:_MOST_SHOWN])
@@ -267,8 +266,8 @@ def _check_reads(steps: Sequence[Scalar], strategy: tf.distribute.Strategy) -> I
     for step in steps:
         touched.update({id(variable): variable for variable in step.runner.touched.variables})
         for changed in step.changed_variables():  # What owners update is on one device each.
-            for unit in units_of([changed]):
-                touched.pop(id(tf_variable(unit)), None)
+            for variable in copies_of(strategy, changed):
+                touched.pop(id(variable), None)
     for key, variable in list(touched.items()):
         if strategy.extended.variable_created_in_scope(variable):
             del touched[key]

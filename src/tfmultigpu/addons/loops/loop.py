@@ -29,7 +29,7 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.tally import Layout, Numbers
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.topology import is_sharded
+from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.types import (
     Array,
     Data,
@@ -420,7 +420,7 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
 def _check_averages(trained: Sequence[TrainStep]) -> None:
     """Checks that the ``fit`` of Keras can put moving averages into the variables at its end."""
     for part in trained:
-        if unwrap_optimizer(part.optimizer).use_ema and any(map(is_sharded, part.variables)):
+        if unwrap_optimizer(part.optimizer).use_ema and sharded_of(part.variables):
             raise LossError(
                 "The fit of Keras cannot put moving averages into sharded variables at its end.",
                 f"{type(part.optimizer).__name__} with use_ema=True",
