@@ -125,15 +125,15 @@ STEPS = (
     ),
     broken(
         "an owner is skipped",
-        "if copy is copies[owner]:",
-        "if owner > 0 and copy is copies[owner]:",
+        "original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs, group=False)",
+        "original(variable, _on_copy(copies[owner] if owner else None, of_copy), args, kwargs=kwargs, group=False)",
         f"{OWNERS}[RMSprop, clipnorm]",
         f"{OWNERS}[Lion, schedule]",
     ),
     broken(
         "an owner updates twice",
-        "                of_copy(copy, *args, **kwargs)\n",
-        "                of_copy(copy, *args, **kwargs)\n                of_copy(copy, *args, **kwargs)\n",
+        "        ids = args[0].indices if lists_rows(args) else None\n        with",
+        "        original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs)\n        ids = args[0].indices if lists_rows(args) else None\n        with",
         f"{OWNERS}[Adam, global_clipnorm]",
     ),
     # test_overflow --------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from tfmultigpu.strategies.collectives import (
 from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.row_parts import RowParts, units_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
@@ -202,6 +202,17 @@ class Replicated:
         function = of_rows(self.optimizer, self.strategy, variable, function)
         return original(variable, function, args, kwargs=kwargs)
 
+    def on_first(self) -> AbstractContextManager[Any]:
+        """Has updates change the first copy of each variable alone."""
+
+        def update(
+            original: Function, variable: Any, function: Function, args: Any, kwargs: Any
+        ) -> Any:
+            function = _on_copy(self._local(variable)[0], function)
+            return original(variable, function, args, kwargs=kwargs, group=False)
+
+        return updating_by(self.strategy, update)
+
     def _apply(
         self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
     ) -> None:
@@ -272,6 +283,10 @@ class Owned(Replicated):
             sums = _without_lists(sums, targets)
         return [sum_over_workers(self.strategy, sums, places)]
 
+    def on_first(self) -> AbstractContextManager[Any]:
+        """Changes nothing: the update of an owner is one update anyway."""
+        return nullcontext()
+
     def _device_of(self, value: tf.Variable) -> str:
         return str(self.devices[self._owners.get(id(value), 0)])
 
@@ -293,12 +308,7 @@ class Owned(Replicated):
         owner = self._owners.get(id(variable))
         if owner is None:  # A counter, for example, is on all replicas.
             return original(variable, function, args, kwargs=kwargs)
-
-        def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
-            if copy is copies[owner]:
-                of_copy(copy, *args, **kwargs)
-
-        original(variable, on_owner, args, kwargs=kwargs, group=False)
+        original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs, group=False)
         ids = args[0].indices if lists_rows(args) else None
         with tf.device(self.devices[owner]):
             updated = copies[owner]
@@ -312,6 +322,16 @@ class Owned(Replicated):
                 else:
                     copies[number].scatter_update(tf.IndexedSlices(value, ids))
         return None
+
+
+def _on_copy(chosen: tf.Variable, function: Function) -> Function:
+    """Returns a function of Keras that does nothing to other copies of a variable."""
+
+    def on_copy(copy: tf.Variable, *args: Any, **kwargs: Any) -> None:
+        if copy is chosen:
+            function(copy, *args, **kwargs)
+
+    return on_copy
 
 
 def _without_lists(addends: Sequence[Gradient], targets: Sequence[Target]) -> list[Gradient]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.applying import updating_by
 from tfmultigpu.addons.verification.other_scale import OtherScale
 from tfmultigpu.addons.verification.putting_back import Before, putting_back
 from tfmultigpu.data.batch_format import any_rows
@@ -33,7 +32,6 @@ from tfmultigpu.types import (
     KerasVariable,
     Logs,
     Nested,
-    Operation,
     Shard,
     Tensor,
     Untyped,
@@ -261,26 +259,8 @@ class OneDevice:
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
                 variable.assign(value)
-        local = self.strategy.experimental_local_results
-
-        def update(
-            original: Function,
-            variable: KerasVariable,
-            function: Function,
-            args: Sequence[object],
-            kwargs: Mapping[str, object],
-        ) -> Operation:
-            def on_first(one: Tensor, *args: object, **kwargs: object) -> None:
-                if one is local(variable)[0]:
-                    function(one, *args, **kwargs)
-
-            return original(variable, on_first, args, kwargs=kwargs, group=False)
-
         gradient = gradient._replace(variables=self._ran.variables)
-        # That of an owner is one update anyway.
-        with ExitStack() as contexts:
-            if not self.step.update.owned:
-                contexts.enter_context(updating_by(self.strategy, update))
+        with self.step.update.on_first():
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
 
