@@ -7,8 +7,9 @@ is true is tried out, with a copy of the optimizer: see ``leaves_other_rows``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,12 +21,10 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.row_parts import whole_of
-from tfmultigpu.types import Function, KerasOptimizer, KerasVariable
+from tfmultigpu.types import Array, Function, KerasOptimizer, KerasVariable
 
 # Numbers in a table from which lists of its rows are faster than the whole.
 LARGE = 2**16
-
-_Value: TypeAlias = Any  # A variable of TensorFlow, a tensor, or what stands for one.
 
 
 def is_table(variable: KerasVariable) -> bool:
@@ -73,7 +72,7 @@ def leaves_other_rows(optimizer: KerasOptimizer) -> bool:
     # These change all rows in each step, whatever the gradient.
     if optimizer.weight_decay is not None or optimizer.use_ema:
         return False
-    return _agrees(optimizer, _by_rows, np.array_equal)
+    return _agrees(optimizer, "rows")
 
 
 def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> None:
@@ -85,7 +84,7 @@ def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVari
     """
     parts = [variable for variable in variables if whole_of(variable) is not variable]
     for each in parts_of(optimizer):
-        if not _own_methods(each) and _agrees(each, _in_parts, _nearly):
+        if not _own_methods(each) and _agrees(each, "parts"):
             continue
         raise TfMultiGpuError(
             "The rows of a table are on several devices, and this optimizer needs the whole of it "
@@ -96,10 +95,6 @@ def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVari
         )
 
 
-def _nearly(one: _Value, other: _Value) -> bool:
-    return bool(np.allclose(one, other, rtol=1e-6, atol=1e-7))
-
-
 def _own_methods(optimizer: KerasOptimizer) -> set[str]:
     return {"update_step", "assign", "assign_add", "assign_sub"} & vars(optimizer).keys()
 
@@ -108,19 +103,15 @@ def _is_of_keras(optimizer: KerasOptimizer) -> bool:
     return _compat.is_part_of_keras(type(optimizer)) and not _own_methods(optimizer)
 
 
-def _agrees(
-    optimizer: KerasOptimizer,
-    train: Callable[[KerasOptimizer], list[_Value]],
-    same: Callable[[_Value, _Value], bool],
-) -> bool:
+def _agrees(optimizer: KerasOptimizer, way: str) -> bool:
     """Returns whether copies of an optimizer agree that train a small table in two ways."""
     # Gradients are clipped before, all of them together; and none is accumulated by Keras.
     settled = dict.fromkeys([*_CLIPS, "gradient_accumulation_steps"])
     config = {**optimizer.get_config(), **settled, "learning_rate": 0.1, "name": "trial"}
-    key = type(optimizer), repr(sorted(config.items())), train.__name__
+    key = type(optimizer), repr(sorted(config.items())), way
     if key not in _known:
         with tf.init_scope():
-            _known[key] = _trial(type(optimizer), config, train, same)
+            _known[key] = _trial(functools.partial(type(optimizer).from_config, config), way)
     return _known[key]
 
 
@@ -128,70 +119,51 @@ _START = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
 _LISTS = ((0, 1), (1, 3), (0,), (3, 1))  # Row 2 never has a gradient, and others not always.
 
 
-def _trial(
-    kind: _Value,
-    config: dict[str, _Value],
-    train: Callable[[KerasOptimizer], list[_Value]],
-    same: Callable[[_Value, _Value], bool],
-) -> bool:
-    """Returns whether two copies of an optimizer agree, one of which updates the whole."""
-    whole = _train(kind.from_config(config), by_rows=False)
+def _trial(make: Callable[[], KerasOptimizer], way: str) -> bool:
+    """Returns whether two optimizers agree, one of which updates the whole."""
+    whole = _train(make(), "whole")
     for values in whole:
         if values.ndim and values.shape != _START.shape:  # What it keeps is not of rows.
             return False
-    pairs = zip(whole, train(kind.from_config(config)), strict=False)
-    return all(same(one, other) for one, other in pairs)
+    limit = 0.0 if way == "rows" else 1e-6
+    pairs = zip(whole, _train(make(), way), strict=False)
+    return all(np.allclose(one, other, rtol=limit, atol=limit / 10) for one, other in pairs)
 
 
-def _by_rows(optimizer: KerasOptimizer) -> list[_Value]:
-    return _train(optimizer, by_rows=True)
+def _train(optimizer: KerasOptimizer, way: str) -> list[Array]:
+    """Returns what some steps make of a small table, and of what the optimizer keeps.
 
-
-def _in_parts(optimizer: KerasOptimizer) -> list[_Value]:
-    """Returns what some steps make of the two halves of a small table, put together again.
-
-    What the optimizer keeps is left out: if it were another, the table would be as well.
+    Args:
+        optimizer: An optimizer that is not built.
+        way: "whole", from dense gradients; "rows", from lists; or "parts", of two halves. There
+            what it keeps is left out: if it were another, the table would be as well.
     """
-    import keras
-
-    halves = [keras.Variable(half, name="table") for half in np.split(_START, 2)]
-    optimizer.build(halves)
-    for number in range(len(_LISTS)):
-        optimizer.apply(np.split(_gradient(number), 2), halves)
-    return [np.concatenate([half.numpy() for half in halves])]
-
-
-def _gradient(number: int) -> _Value:
-    """Returns the dense gradient of a step of a trial."""
-    gradient = np.zeros_like(_START)
-    gradient[list(_LISTS[number])] = _values(number)
-    return gradient
-
-
-def _values(number: int) -> _Value:
-    """Returns the rows of the gradient of a step of a trial."""
-    ids = _LISTS[number]
-    values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
-    return values * np.float32((-1.0) ** number)
-
-
-def _train(optimizer: KerasOptimizer, *, by_rows: bool) -> list[_Value]:
-    """Returns what some steps make of a small table, and of what the optimizer keeps."""
     import keras
 
     strategy = tf.distribute.get_strategy()
 
     def update(
-        original: Function, variable: _Value, function: Function, args: _Value, kwargs: _Value
+        original: Function, variable: Any, function: Function, args: Any, kwargs: Any
     ) -> None:
         original(variable, of_rows(optimizer, strategy, variable, function), args, kwargs=kwargs)
 
-    table = keras.Variable(_START, name="table")
-    optimizer.build([table])
+    count = 2 if way == "parts" else 1
+    tables = [keras.Variable(part, name="table") for part in np.split(_START, count)]
+    optimizer.build(tables)
     for number, ids in enumerate(_LISTS):
-        gradient: Gradient = tf.constant(_gradient(number))
-        if by_rows:
-            gradient = tf.IndexedSlices(tf.constant(_values(number)), tf.constant(ids, tf.int64))
+        values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
+        values *= np.float32((-1.0) ** number)
+        gradients: list[Gradient] = []
+        if way == "rows":
+            rows = tf.IndexedSlices(tf.constant(values), tf.constant(ids, tf.int64))
+            gradients.append(rows)
+        else:
+            dense = np.zeros_like(_START)
+            dense[list(ids)] = values
+            gradients += map(tf.constant, np.split(dense, count))
         with applying(optimizer, clipped=True), updating_by(strategy, update):
-            optimizer.apply([gradient], [table])
-    return [each.numpy() for each in (table, *optimizer.variables)]
+            optimizer.apply(gradients, tables)
+    table = np.concatenate([part.numpy() for part in tables])
+    if count > 1:
+        return [table]
+    return [table, *(slot.numpy() for slot in optimizer.variables)]

@@ -56,10 +56,6 @@ class Target:
     penalty: Tensor = None
     gradient: Tensor = None
 
-    def in_step(self, assigned: Tensor) -> Target:
-        """Returns the same for a step that is traced, without gradients so far."""
-        return dataclasses.replace(self, sums=[], assigned=assigned)
-
     def placed(self) -> AbstractContextManager[Any]:
         """Places what is computed of the variable where its gradients are added."""
         return nullcontext() if self.device is None else tf.device(self.device)

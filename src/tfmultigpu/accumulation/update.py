@@ -164,7 +164,12 @@ def apply_reduced_gradients(
         strategy = strategy or _compat.strategy_of_optimizer(optimizer)
         update = choose_update(optimizer, variables, strategy)
 
-    taken = [_as_taken(update, *pair) for pair in pairs]
+    taken: list[Gradient] = []
+    for gradient, variable in pairs:
+        if is_list(gradient):
+            rows = unique(row_list(gradient, variable.shape, gradient.dtype))
+            gradient = update.target_of(variable).taken(rows)
+        taken.append(gradient)
 
     def apply() -> tf.Tensor:
         update.apply(taken, [variable for _, variable in pairs], after if where is None else ())
@@ -199,14 +204,6 @@ def _check_stages(
     for stage in stages:
         return after + check_not_empty(stage.count)
     return after
-
-
-def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -> Gradient:
-    """Returns a gradient as an update takes it: a list with each row once, or a tensor."""
-    if not is_list(gradient):
-        return gradient
-    rows = unique(row_list(gradient, variable.shape, gradient.dtype))
-    return update.target_of(variable).taken(rows)
 
 
 def _decide(

@@ -18,6 +18,7 @@ others count nothing: in loss, gradient and metrics, and in what code of the use
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -245,7 +246,7 @@ def _collect(
     """Returns each trained variable with the sums of its gradients: one for each target."""
     trained: list[Target] = []
     for each, value in zip(step.trained, assigned, strict=True):
-        trained.append(each.in_step(value))
+        trained.append(dataclasses.replace(each, sums=[], assigned=value))
     for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
         trained[number].sums.append((target, gradient_sum))
     return trained

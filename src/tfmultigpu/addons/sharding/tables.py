@@ -213,14 +213,11 @@ def create_parts(
     rows = [int(part.shape[0] or 0) for part in parts]
 
     def create_like(_: _Value, **options: _Value) -> RowParts:
-        initial = options["initial_value"]
-        make = functools.partial(_converted, initial, options["dtype"])
+        def make() -> tf.Tensor:
+            return tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+
         shape = [sum(rows), *parts[0].shape[1:]]
         values = made_in_parts(make, shape, rows)
         return create_parts(make_variable, devices, values, options["name"], trainable=False)
 
     return RowParts(parts, name, _private.share_identity(parts), create_like)
-
-
-def _converted(initial: Callable[[], _Value], dtype: _Value) -> tf.Tensor:
-    return tf.convert_to_tensor(initial(), dtype)
