@@ -217,17 +217,18 @@ class Replicated:
         self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
     ) -> None:
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
-        has_parts = any(isinstance(gradient, OfParts) for gradient in gradients)
+        firsts = [self._local(gradient)[0] for gradient in gradients]
         several = any(len(self._local(gradient)) > 1 for gradient in gradients)
-        # Keras can clip neither values of each replica nor parts. Code of a user takes tensors.
-        clipped = has_parts or _compat.is_part_of_keras(apply)
+        # Keras clips tensors alone, which exist once; and code of a user takes tensors.
+        clipped = any(isinstance(first, (OfParts, tf.IndexedSlices)) for first in firsts)
+        clipped = clipped or (several and _compat.is_part_of_keras(apply))
         if clipped and several:
             clip = functools.partial(clip_as_set, optimizer)
             gradients = list(self.strategy.run(clip, args=(gradients,)))
         elif clipped:
             gradients = clip_as_set(optimizer, gradients)
         elif several:
-            gradients = [self._local(gradient)[0] for gradient in gradients]
+            gradients = firsts
         with applying(optimizer, clipped=clipped):
             apply(optimizer, gradients, variables)
 
