@@ -264,8 +264,7 @@ def test_keras_is_imported_only_where_it_is_used() -> None:
     assert found == []
 
 
-# Who imports a question about where a variable lives and how it is updated. A step asks the Target,
-# which the update makes; these ask about variables that no step trains, or before it is built.
+# Who asks where a variable lives and how it is updated, beside a step, which asks its Target.
 ASKED = {
     "owner_of": "replicated",
     "how_taken": "replicated",

@@ -29,7 +29,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.accumulation.loss_scale import parts_of
-from tfmultigpu.strategies.row_lists import Gradient, is_list, values_of, with_values
+from tfmultigpu.strategies.row_lists import is_list, values_of, with_values
 from tfmultigpu.strategies.row_parts import RowParts, copies_of, whole_of
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import Function, KerasOptimizer, KerasVariable, Tensor
@@ -157,7 +157,7 @@ class OfParts:
         parts: In their order the gradient of each: a tensor, a list of rows, or None.
     """
 
-    parts: list[Gradient]
+    parts: list[Tensor]
 
     def present(self) -> list[tf.Tensor]:
         """Returns the numbers of those that are not None."""
@@ -165,18 +165,18 @@ class OfParts:
 
     def with_present(self, values: Iterator[tf.Tensor]) -> OfParts:
         """Returns the same with other numbers."""
-        parts: list[Gradient] = []
+        parts: list[Tensor] = []
         for part in self.parts:
             parts.append(part if part is None else with_values(part, next(values)))
         return OfParts(parts)
 
 
 def whole_tables(
-    gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
-) -> tuple[list[Gradient], list[KerasVariable]]:
+    gradients: Sequence[Tensor], variables: Sequence[KerasVariable]
+) -> tuple[list[Tensor], list[KerasVariable]]:
     """Returns gradients with their variables, and a table in place of its parts, as in Keras."""
     wholes: dict[int, KerasVariable] = {}
-    found: dict[int, Gradient] = {}
+    found: dict[int, Tensor] = {}
     for gradient, variable in zip(gradients, variables, strict=True):
         whole = whole_of(variable)
         wholes[id(whole)] = whole
@@ -188,7 +188,7 @@ def whole_tables(
     return list(found.values()), list(wholes.values())
 
 
-def clip_as_set(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> list[Gradient]:
+def clip_as_set(optimizer: KerasOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Returns gradients clipped as Keras would, which may be lists of rows, or of tables in parts.
 
     The rows that a list leaves out are zero, and add nothing to a norm.
@@ -197,7 +197,7 @@ def clip_as_set(optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> lis
     for gradient in gradients:
         flat += gradient.present() if isinstance(gradient, OfParts) else [values_of(gradient)]
     values = iter(_compat.clip_as_set(optimizer, flat))
-    clipped: list[Gradient] = []
+    clipped: list[Tensor] = []
     for gradient in gradients:
         if not isinstance(gradient, OfParts):
             clipped.append(with_values(gradient, next(values)))
@@ -215,7 +215,7 @@ def update_parts(
 ) -> None:
     """Runs a function of Keras on each part of a table, on its device, with what it has there."""
     for number, part in enumerate(table.parts):
-        of_part: list[Gradient] = []
+        of_part: list[Tensor] = []
         for value in args:
             inner = tf_variable(value)
             if isinstance(value, OfParts):

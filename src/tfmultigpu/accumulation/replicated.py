@@ -44,10 +44,9 @@ from tfmultigpu.strategies.collectives import (
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.row_parts import RowParts, units_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable
+from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable, Tensor
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
@@ -158,7 +157,7 @@ class Replicated:
 
         outside_scopes(update)
 
-    def _traces_once(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> bool:
+    def _traces_once(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> bool:
         """Returns whether the first replica traces the update for all of them.
 
         They differ in their copies of the variables alone, if the gradients exist once.
@@ -335,7 +334,7 @@ def _on_copy(chosen: tf.Variable, function: Function) -> Function:
     return on_copy
 
 
-def _without_lists(addends: Sequence[Gradient], targets: Sequence[Target]) -> list[Gradient]:
+def _without_lists(addends: Sequence[Tensor], targets: Sequence[Target]) -> list[Tensor]:
     """Returns addends, of which those for variables come first, with tensors in place of lists."""
     dense = list(addends)
     for number, target in enumerate(targets):
@@ -354,10 +353,10 @@ def _filling_at_once() -> Iterator[None]:
 
     def fill(
         original: Callable[..., tf.Tensor],
-        initializer: Gradient,
+        initializer: Tensor,
         shape: Sequence[int],
         dtype: str | None = None,
-    ) -> Gradient:
+    ) -> Tensor:
         if dtype is None or isinstance(initializer.value, (Sequence, np.ndarray)):
             return original(initializer, shape, dtype=dtype)
         return tf.fill(shape, tf.cast(initializer.value, dtype))

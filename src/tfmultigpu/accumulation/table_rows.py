@@ -19,9 +19,8 @@ from tfmultigpu.accumulation.applying import applying, of_rows, updating_by
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id
-from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.row_parts import whole_of
-from tfmultigpu.types import Array, Function, KerasOptimizer, KerasVariable
+from tfmultigpu.types import Array, Function, KerasOptimizer, KerasVariable, Tensor
 
 # Numbers in a table from which lists of its rows are faster than the whole.
 LARGE = 2**16
@@ -153,7 +152,7 @@ def _train(optimizer: KerasOptimizer, way: str) -> list[Array]:
     for number, ids in enumerate(_LISTS):
         values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
         values *= np.float32((-1.0) ** number)
-        gradients: list[Gradient] = []
+        gradients: list[Tensor] = []
         if way == "rows":
             rows = tf.IndexedSlices(tf.constant(values), tf.constant(ids, tf.int64))
             gradients.append(rows)

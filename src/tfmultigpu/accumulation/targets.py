@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import scaled, sum_dtype
 from tfmultigpu.strategies.row_lists import (
-    Gradient,
     as_tensor,
     is_list,
     joined,
@@ -62,7 +61,7 @@ class Target:
 
     # From the backward pass to the gradient of the global batch ---------------------------------
 
-    def addend(self, gradient: Gradient) -> Gradient:
+    def addend(self, gradient: Tensor) -> Tensor:
         """Returns what a backward pass gives, ready to be added: at least float32, or None.
 
         It is dense, but for a list of the rows of a table.
@@ -85,7 +84,7 @@ class Target:
             with self.placed():
                 self.sums = [(number, self.as_tensor(each)) for number, each in self.sums]
 
-    def penalize(self, gradient: Gradient) -> None:
+    def penalize(self, gradient: Tensor) -> None:
         """Keeps the gradient of the regularizer; None if the penalty has none."""
         if gradient is not None:
             self.penalty = tf.cast(self.as_tensor(gradient), sum_dtype(gradient.dtype))
@@ -107,7 +106,7 @@ class Target:
             total = unique(total)
         self.gradient = total
 
-    def taken(self, gradient: Gradient) -> Gradient:
+    def taken(self, gradient: Tensor) -> Tensor:
         """Returns a gradient, which may be a list with each row once, as the optimizer takes it."""
         if not is_list(gradient) or self.takes == "rows":
             return gradient
@@ -116,6 +115,6 @@ class Target:
                 return with_values(gradient, gradient.values, self.variable.shape)
             return self.as_tensor(gradient)
 
-    def as_tensor(self, gradient: Gradient) -> Tensor:
+    def as_tensor(self, gradient: Tensor) -> Tensor:
         """Returns a gradient, which may be a list, as a tensor of all rows."""
         return as_tensor(gradient, self.variable.shape)

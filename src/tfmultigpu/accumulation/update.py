@@ -21,10 +21,10 @@ from tfmultigpu.accumulation.stages import (
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.row_lists import Gradient, is_list, row_list, unique
+from tfmultigpu.strategies.row_lists import is_list, row_list, unique
 from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
 # Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
@@ -105,7 +105,7 @@ def _choose(
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply_reduced_gradients(
     optimizer: KerasOptimizer,
-    gradients: Sequence[Gradient],
+    gradients: Sequence[Tensor],
     variables: Sequence[KerasVariable],
     *,
     where: Scalar = None,
@@ -164,7 +164,7 @@ def apply_reduced_gradients(
         strategy = strategy or _compat.strategy_of_optimizer(optimizer)
         update = choose_update(optimizer, variables, strategy)
 
-    taken: list[Gradient] = []
+    taken: list[Tensor] = []
     for gradient, variable in pairs:
         if is_list(gradient):
             rows = unique(row_list(gradient, variable.shape, gradient.dtype))
@@ -184,7 +184,7 @@ def apply_reduced_gradients(
 
 
 def _check_stages(
-    optimizer: KerasOptimizer, gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
+    optimizer: KerasOptimizer, gradients: Sequence[Tensor], variables: Sequence[KerasVariable]
 ) -> list[tf.Operation]:
     """Checks that gradients carry no loss scale; returns what the update is to wait for."""
     after = check_scale_is_out("apply_reduced_gradients", gradients, variables)

@@ -32,14 +32,7 @@ from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
 from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.types import (
-    BatchSpec,
-    KerasOptimizer,
-    KerasVariable,
-    Shard,
-    ShardUpdate,
-    Tensor,
-)
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Shard, ShardUpdate, Tensor
 
 
 class TrainStep(ModelStep, Looped):
@@ -155,7 +148,7 @@ class TrainStep(ModelStep, Looped):
         self.take_in(changed=self._settings.changed(self.optimizer))
         self._settings.note(self.optimizer)
 
-    def build(self, batch_spec: BatchSpec = None) -> None:
+    def build(self, batch_spec: Any = None) -> None:
         """Builds model and optimizer, if they are not, and chooses who updates.
 
         Args:

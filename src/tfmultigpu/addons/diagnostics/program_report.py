@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,15 +33,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import (
-    Data,
-    KerasModel,
-    KerasOptimizer,
-    KerasVariable,
-    Optimizer,
-    Scalar,
-    Strategy,
-)
+from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, Optimizer, Scalar, Strategy
 
 _SCOPE = "with strategy.scope():"
 _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
@@ -50,7 +43,7 @@ _MOST_SHOWN = 4  # Sharded variables, of which a model may have hundreds.
 def explain(
     model: KerasModel,
     optimizer: Optimizer | None = None,
-    dataset: Data = None,
+    dataset: Any = None,
     strategy: Strategy | None = None,
 ) -> Report:
     """Reports why a program uses one device, with the line to change.
@@ -290,7 +283,7 @@ def _bytes(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)
 
 
-def _check_batch(dataset: Data, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     replicas, rows, problem = strategy.num_replicas_in_sync, None, ""
     if isinstance(dataset, ShardedDataset):
         if dataset.strategy is not strategy:

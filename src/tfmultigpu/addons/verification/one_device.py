@@ -24,20 +24,8 @@ from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
-from tfmultigpu.types import (
-    Array,
-    ConcreteFunction,
-    Function,
-    Graph,
-    KerasVariable,
-    Logs,
-    Nested,
-    Shard,
-    Tensor,
-    Untyped,
-)
+from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tensor
 
-Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
 
 
@@ -72,7 +60,7 @@ class OneDevice:
 
     def __init__(
         self,
-        step: Step,
+        step: Any,
         measure: Callable[[tf.Variable], Tensor],
         *,
         by_itself: bool = False,
@@ -92,12 +80,12 @@ class OneDevice:
         self.twin = step.on_one_device()
         if features:
             self.twin = self.twin.with_features([*self.twin.features, *features])
-        self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
+        self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._begins_at_ones = False
         self._known: Trace | None = None
         # By their graphs: batches of another structure are traced by themselves.
-        self._traces: dict[Graph, _Traced] = {}
+        self._traces: dict[Any, _Traced] = {}
         self._ran = _Traced(Trace(), Touched())
         self.updated: list[KerasVariable] = []
         self.smooth = 0
@@ -113,7 +101,7 @@ class OneDevice:
         """The states that layers and metrics assign; known once run."""
         return self._ran.trace.state
 
-    def named(self, logs: Logs) -> dict[str, Tensor]:
+    def named(self, logs: Any) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
         if not self.twin.names:
             return numbered("output", dense(logs))
@@ -121,7 +109,7 @@ class OneDevice:
         named.pop("steps", None)
         return named
 
-    def trace(self, batch: Shard, program: Program) -> ConcreteFunction:
+    def trace(self, batch: Shard, program: Program) -> Any:
         """Returns what computes a batch, traced if it was not; nothing runs."""
         self._known = None if self._by_itself else program.trace
         return self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
@@ -174,7 +162,7 @@ class OneDevice:
 
         Of a variable that is combined when it is read, the copies of one begin would be N.
         """
-        states: list[Untyped] = [state for state in self.states if not state.trainable]
+        states: list[Any] = [state for state in self.states if not state.trainable]
         for own in self.own:
             states.append(_compat.variable_of_handle(own.handle) or own)
         alike: list[tf.Variable] = []
@@ -265,7 +253,7 @@ class OneDevice:
         phases.advance(self.step.features, gradient, [])
 
 
-def _update_is_known(step: Step) -> bool:
+def _update_is_known(step: Any) -> bool:
     """Returns whether one device knows the update: what all features do to the gradient."""
     if not isinstance(step, TrainStep):
         return False
@@ -281,7 +269,7 @@ def numbered(name: str, values: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"{name} {number}": value for number, value in enumerate(values)}
 
 
-def contents_of_tables(step: Step) -> Numbers:
+def contents_of_tables(step: Any) -> Numbers:
     """Returns the keys and the values of the tables that a step writes to, by name."""
     contents = {}
     for number, table in enumerate(step.runner.touched.tables):
