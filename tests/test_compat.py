@@ -169,7 +169,7 @@ def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
     tf.function(lambda: strategy.run(apply))()
     assert variable.numpy().tolist() == [-3.0], "Keras no longer adds over the replicas"
 
-    with setting(optimizer, **_compat.keeping_sums()):
+    with setting(optimizer, **_compat.keeping_gradients(clipped=False)):
         tf.function(lambda: strategy.run(apply))()
     assert variable.numpy().tolist() == [-4.0], "Keras no longer calls _all_reduce_sum_gradients"
     tf.function(lambda: strategy.run(apply))()
@@ -184,7 +184,12 @@ def test_an_optimizer_clips_by_what_is_set_on_it_and_knows_its_strategy():
     gradients = _compat.clip_as_set(optimizer, [tf.constant([3.0]), tf.constant([4.0])])
     np.testing.assert_allclose(gradients, [[0.6], [0.8]], rtol=1e-6)
     assert _compat.strategy_of_optimizer(optimizer) is strategy
-    assert _compat.strategy_of_optimizer(keras.optimizers.SGD()) is tf.distribute.get_strategy()
+    alone, variable = keras.optimizers.SGD(1.0, global_clipnorm=1.0), keras.Variable([0.0])
+    assert _compat.strategy_of_optimizer(alone) is tf.distribute.get_strategy()
+    alone.build([variable])
+    with setting(alone, **_compat.keeping_gradients(clipped=True)):
+        alone.apply([tf.constant([3.0])], [variable])
+    assert variable.numpy().tolist() == [-3.0], "Keras no longer calls _clip_gradients"
 
 
 # Random draws -------------------------------------------------------------------------------------

@@ -262,3 +262,25 @@ def test_keras_is_imported_only_where_it_is_used() -> None:
         and ast.unparse(node).split()[1].partition(".")[0] == "keras"
     ]
     assert found == []
+
+
+# Who asks where a variable lives and how it is updated, beside a step, which asks its Target.
+ASKED = {
+    "owner_of": "replicated",
+    "how_taken": "replicated",
+    "units_of": "one_device replicated train",
+    "is_table": "accumulator lookups replicated state taken_in",  # In ``state`` of hash tables.
+    "is_sharded": "lookups program_report replicated row_parts update variables",
+}
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_a_step_asks_the_target_of_a_variable(question: str) -> None:
+    pattern = re.compile(rf"from [^)]*\b{question}\b")
+    found = []
+    for name, path in FILES.items():
+        imports = ast.walk(ast.parse(path.read_text()))
+        texts = [ast.unparse(node) for node in imports if isinstance(node, ast.ImportFrom)]
+        if any(map(pattern.match, texts)):
+            found.append(name.rpartition(".")[2])
+    assert sorted(found) == ASKED[question].split()

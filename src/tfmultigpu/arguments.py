@@ -8,16 +8,16 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.types import Untyped
 
 _PARTS_SHOWN, _LETTERS_SHOWN = 4, 200
 
 
 def check_count(
     name: str,
-    value: Untyped,
+    value: Any,
     least: int = 1,
     *,
     other: str | None = None,
@@ -40,7 +40,7 @@ def check_count(
     raise error(str(TfMultiGpuError(what, received)))
 
 
-def _whole_number(value: Untyped) -> int | None:
+def _whole_number(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
     try:
@@ -51,7 +51,7 @@ def _whole_number(value: Untyped) -> int | None:
     return None
 
 
-def check_positive(name: str, value: Untyped, write: str) -> float:
+def check_positive(name: str, value: Any, write: str) -> float:
     """Returns an argument that is a positive, finite number of any kind, also a tensor.
 
     ``write`` is the line to write instead.
@@ -69,7 +69,7 @@ def check_positive(name: str, value: Untyped, write: str) -> float:
 
 def check_callable(
     name: str,
-    function: Untyped,
+    function: Any,
     *arguments: str,
     write: str,
     error: type[Exception] = TypeError,
@@ -101,13 +101,13 @@ def check_callable(
     )
 
 
-def name_of(function: Untyped) -> str:
+def name_of(function: Any) -> str:
     """Returns the name of a function, also of one with fixed arguments, or of an object's class."""
     function = getattr(function, "func", function)  # Of a functools.partial.
     return getattr(function, "__name__", type(function).__name__)
 
 
-def brief(value: Untyped) -> str:
+def brief(value: Any) -> str:
     """Returns a value of the user in a few words: never the data that it holds."""
     kind = type(value).__name__
     if kind in ("EagerTensor", "SymbolicTensor"):
@@ -134,7 +134,7 @@ def brief(value: Untyped) -> str:
     return kind if is_long else text
 
 
-def _joined(shown: list[str], whole: Untyped) -> str:
+def _joined(shown: list[str], whole: Any) -> str:
     if len(whole) > len(shown):
         shown.append(f"... {len(whole)} in all")
     return ", ".join(shown)

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmultigpu.accumulation.table_rows import (
-    leaves_other_rows,
-    takes_lists,
-    takes_rows,
-    updating_rows,
-)
+from tfmultigpu.accumulation.replicated import Replicated
+from tfmultigpu.accumulation.table_rows import how_taken, leaves_other_rows
 
 optimizers = keras.optimizers
 NEED_ARGUMENTS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer", "OptimizerMap")
@@ -35,8 +31,8 @@ def trained(optimizer: Any, *, by_rows: bool, lists: bool = False) -> list[Any]:
         ids = random.choice(50, size=7, replace=False)
         values = random.normal(size=(7, 4)).astype("float32")
         if by_rows:
-            with updating_rows(optimizer, {id(table.value): tf.constant(ids)}, lambda one: [one]):
-                optimizer.apply([tf.constant(values)], [table])
+            update = Replicated(optimizer, tf.distribute.get_strategy(), "")
+            update.apply([tf.IndexedSlices(values, tf.constant(ids))], [table])
             continue
         if lists:
             optimizer.apply([tf.IndexedSlices(values, ids, tf.constant([50, 4]))], [table])
@@ -91,16 +87,16 @@ def test_code_of_a_user_gets_dense_gradients() -> None:
 
     assert not leaves_other_rows(Own(0.1))
     table = keras.Variable(np.ones((3, 2)), name="table")
-    assert not takes_lists(Own(0.1), table)
-    assert takes_lists(optimizers.Adam(0.1), table)
+    assert how_taken(Own(0.1), table) == "tensor"
+    assert how_taken(optimizers.Adam(0.1), table) == "list"
 
 
 def test_a_penalty_or_a_constraint_changes_all_rows() -> None:
     optimizer = optimizers.SGD(0.1)
     table = keras.Variable(np.ones((3, 2)), name="table")
     optimizer.build([table])
-    assert takes_rows(optimizer, table)
+    assert how_taken(optimizer, table) == "rows"
     table.constraint = keras.constraints.UnitNorm()
-    assert not takes_rows(optimizer, table)
+    assert how_taken(optimizer, table) == "list"
     table.constraint, table.regularizer = None, keras.regularizers.L2(0.1)
-    assert not takes_rows(optimizer, table)
+    assert how_taken(optimizer, table) == "list"

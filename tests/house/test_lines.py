@@ -18,8 +18,8 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 BUDGETS = {
     "src together": 30_120,
     "src/*": 1_260,
-    "src/_compat": 930,
-    "src/accumulation": 3_090,
+    "src/_compat": 945,
+    "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
     "src/addons/diagnostics": 1_160,
@@ -31,7 +31,7 @@ BUDGETS = {
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 7_950,
+    "src/steps": 7_850,
     "src/strategies": 2_200,
     "tests together": 40_900,
 }
@@ -41,7 +41,7 @@ DENSITY = {
     "comprehensions per 1,000 lines": 25,
     "comprehensions inside others": 3,
     "conditional expressions per 1,000 lines": 12.5,
-    "the word Any": 400,
+    "aliases of Any": 8,
     "objects made without their constructor": 1,
     "attributes set from outside their object": 20,
     "fmt: skip": 4,
@@ -82,8 +82,8 @@ def density(texts: list[str]) -> dict[str, float]:
                 found["comprehensions inside others"] += len(inside) > 1
             elif isinstance(node, ast.IfExp):
                 found["conditional expressions per 1,000 lines"] += 1
-            elif isinstance(node, ast.Name) and node.id == "Any":
-                found["the word Any"] += 1
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node).endswith("TypeAlias = Any"):
+                found["aliases of Any"] += 1
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 outside = not (isinstance(node.value, ast.Name) and node.value.id in OWN)
                 found["attributes set from outside their object"] += outside
@@ -114,6 +114,7 @@ def test_density_counts() -> None:
     text = (
         "x = [[b for b in a] for a in c if (a if a else b)]  # fmt: skip\n"
         "self.x, other.y = 1, 2\nother.z += 1\nself.other.w: Any = object.__new__(T)\n\n"
+        "T: TypeAlias = Any\n"
     )
-    expected = (500, 1, 250, 1, 1, 3, 1)
+    expected = (400, 1, 200, 1, 1, 3, 1)
     assert density([text]) == dict(zip(DENSITY, expected, strict=True))

@@ -108,8 +108,8 @@ BLOCKS = (
     ),
     broken(
         "listing starts the devices",
-        "    details: dict[str, Mapping[str, Untyped]] = {}\n",
-        "    details: dict[str, Mapping[str, Untyped]] = {}\n    _config.list_logical_devices()\n",
+        "    details: dict[str, Mapping[str, Any]] = {}\n",
+        "    details: dict[str, Mapping[str, Any]] = {}\n    _config.list_logical_devices()\n",
         "test_devices.py::test_settings_before_and_after_tensorflow_started",
     ),
     broken(

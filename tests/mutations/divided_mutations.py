@@ -20,8 +20,8 @@ DIVIDED = (
     ),
     broken(
         "each part of a table is clipped by itself",
-        "    values, _ = tf.clip_by_global_norm(gradient.present(), limit)\n",
-        "    values = [tf.clip_by_norm(part, limit) for part in gradient.present()]\n",
+        "            parts, _ = tf.clip_by_global_norm(gradient.present(), optimizer.clipnorm)\n",
+        "            parts = [tf.clip_by_norm(part, optimizer.clipnorm) for part in gradient.present()]\n",
         WHOLE,
     ),
     broken(
@@ -32,8 +32,8 @@ DIVIDED = (
     ),
     broken(
         "the penalty of a table in parts is counted again for the whole",
-        "    trainable = units_of(step.forward.model.trainable_variables)\n",
-        "    trainable = step.forward.model.trainable_variables\n",
+        "    trainable = step.update.targets_of(step.forward.model.trainable_variables)\n",
+        "    trainable = [step.update.target_of(v) for v in step.forward.model.trainable_variables]\n",
         WHOLE,
     ),
     broken(

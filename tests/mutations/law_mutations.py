@@ -167,8 +167,8 @@ LAW = (
                 "        if gradient.valid is not None:\n            gradient = gradient._replace(valid=all_finite(step.one))\n",
             ),
             (
-                "    check_gradients,\n    global_norm,\n",
-                "    all_finite,\n    check_gradients,\n    global_norm,\n",
+                "import check_gradients, global_norm, warn_of_variables",
+                "import all_finite, check_gradients, global_norm, warn_of_variables",
             ),
         ),
     ),

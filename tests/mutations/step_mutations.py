@@ -118,22 +118,22 @@ STEPS = (
     # test_shard_update ----------------------------------------------------------------------------
     broken(
         "the owner's value reaches the replicas after it only",
-        "if number == owner:\n                    continue",
-        "if number <= owner:\n                    continue",
+        "if number == owner:\n                continue",
+        "if number <= owner:\n                continue",
         f"{OWNERS}[SGD with momentum, clip_norm, EMA]",
         f"{OWNERS}[AdamW, EMA]",
     ),
     broken(
         "an owner is skipped",
-        "if copy is copies[owner]:",
-        "if owner > 0 and copy is copies[owner]:",
+        "original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs, group=False)",
+        "original(variable, _on_copy(copies[owner] if owner else None, of_copy), args, kwargs=kwargs, group=False)",
         f"{OWNERS}[RMSprop, clipnorm]",
         f"{OWNERS}[Lion, schedule]",
     ),
     broken(
         "an owner updates twice",
-        "                    function(copy, *args, **kwargs)\n",
-        "                    function(copy, *args, **kwargs)\n                    function(copy, *args, **kwargs)\n",
+        "        ids = args[0].indices if lists_rows(args) else None\n        with",
+        "        original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs)\n        ids = args[0].indices if lists_rows(args) else None\n        with",
         f"{OWNERS}[Adam, global_clipnorm]",
     ),
     # test_overflow --------------------------------------------------------------------------------

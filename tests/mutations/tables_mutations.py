@@ -37,14 +37,14 @@ TABLES = (
     ),
     broken(
         "every optimizer updates the listed rows alone",
-        "            return leaves_other_rows(part)\n",
-        "            return True\n",
+        "                if leaves_other_rows(part):\n",
+        "                if part:\n",
         ADAM,
     ),
     broken(
         "a replica updates the slots of another",
-        "copy = (beside or found)[0]",
-        "copy = found[0]",
+        "of_slot = (beside or copies)[0]",
+        "of_slot = copies[0]",
         ADAGRAD,
     ),
     broken(
@@ -61,8 +61,8 @@ TABLES = (
     ),
     broken(
         "the list for an optimizer that updates all rows is taken for its rows",
-        "if not is_list(lists[0]) or not self.takes_rows(variable):",
-        "if not is_list(lists[0]):",
+        "is_list(args[0]) and args[0].dense_shape is None",
+        "is_list(args[0])",
         "test_tables.py::test_tables_train_as_on_one_device[Adam, the whole table]",
     ),
     broken(

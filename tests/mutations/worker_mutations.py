@@ -9,8 +9,8 @@ WORKERS = "test_workers.py"
 PROCESSES = (
     broken(
         "limits set on the optimizer are lost where workers add by collectives",
-        'hidden = ["loss_scale_factor"]',
-        'several = "Collective" in type(self.strategy).__name__\n        hidden = ["loss_scale_factor"] + ["clipnorm", "global_clipnorm"] * several',
+        "with applying(optimizer, clipped=clipped):",
+        'with applying(optimizer, clipped="Collective" in type(self.strategy).__name__):',
         f"{WORKERS}::test_clipping_set_on_the_optimizer_and_shares",
     ),
     broken(

@@ -27,7 +27,7 @@ from tfmultigpu._compat.keras_layers import (
 )
 from tfmultigpu._compat.keras_optimizers import (
     clip_as_set,
-    keeping_sums,
+    keeping_gradients,
     optimizer_trains,
     strategy_of_optimizer,
 )
@@ -92,7 +92,7 @@ __all__ = [
     "is_part_of_keras",
     "is_stateful",
     "is_variable_handle",
-    "keeping_sums",
+    "keeping_gradients",
     "keras_mask",
     "kernels_are_deterministic",
     "layer_call",

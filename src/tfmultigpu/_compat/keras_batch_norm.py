@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
-from tfmultigpu.types import Untyped
 
-
-def moments_of_batch() -> tuple[Untyped, str]:
+def moments_of_batch() -> tuple[Any, str]:
     """Returns the class and the name of what gives the mean and the variance of a batch.
 
     Private: ``keras.layers.BatchNormalization._moments``, which ignores ``synchronized`` for masked
@@ -17,7 +16,7 @@ def moments_of_batch() -> tuple[Untyped, str]:
     return pkgutil.resolve_name("keras:layers.BatchNormalization"), "_moments"
 
 
-def sum_in_moments() -> tuple[Untyped, str]:
+def sum_in_moments() -> tuple[Any, str]:
     """Returns the module and the name of what adds the rows that a mask leaves.
 
     Private: ``keras.src.ops.sum``, of which the public ``keras.ops.sum`` is another name, which

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tfmultigpu.types import KerasCallback
+from typing import Any
 
 
-def profiles_batches(callback: KerasCallback) -> bool:
+def profiles_batches(callback: Any) -> bool:
     """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
 
     Private: ``callback._should_trace``. The callback does not keep the argument. False without the

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
-from tfmultigpu.types import KerasMetric, KerasModel, Nested, Options, Untyped
+from tfmultigpu.types import KerasModel, Nested, Options
 
-_OfOutputs = list[list[KerasMetric]]
+_OfOutputs = list[list[Any]]
 
 
 def compile_arguments(model: KerasModel) -> Options:
@@ -22,7 +23,7 @@ def compile_arguments(model: KerasModel) -> Options:
 
 def compiled_metrics(
     model: KerasModel, y_true: Nested, y_pred: Nested
-) -> tuple[KerasMetric, _OfOutputs, _OfOutputs, list[str] | None]:
+) -> tuple[Any, _OfOutputs, _OfOutputs, list[str] | None]:
     """Returns the metrics of a compiled model, which Keras builds from the shapes of a batch.
 
     Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
@@ -40,11 +41,11 @@ def compiled_metrics(
     return container, plain, weighted, getattr(container, "_resolved_output_names", None)
 
 
-def _metrics_of(output: KerasMetric | None) -> list[KerasMetric]:
+def _metrics_of(output: Any) -> list[Any]:
     return list(getattr(output, "metrics", ()))
 
 
-def division_of_losses() -> tuple[Untyped, tuple[str, str]]:
+def division_of_losses() -> tuple[Any, tuple[str, str]]:
     """Returns the module and the names of what divides losses by the replicas, and undoes it.
 
     Private: both, in ``keras.src.losses.loss``. A Keras loss divides its mean by the replicas, for
@@ -54,7 +55,7 @@ def division_of_losses() -> tuple[Untyped, tuple[str, str]]:
     return module, ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 
-def waits_for_shapes(metric: KerasMetric) -> bool:
+def waits_for_shapes(metric: Any) -> bool:
     """Returns whether a metric creates variables in its first update.
 
     Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics without any

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tfmultigpu.types import Data, Shard, Untyped
+from tfmultigpu.types import Shard
 
 
 class KerasReading(NamedTuple):
@@ -20,10 +20,10 @@ class KerasReading(NamedTuple):
 
     batches: Callable[[], Iterator[Shard]]
     looked_at: Callable[[], Iterator[Shard]]
-    hooks: Data
+    hooks: Any
 
 
-def reading_of_keras(data: Data) -> KerasReading | None:
+def reading_of_keras(data: Any) -> KerasReading | None:
     """Returns how ``fit`` of Keras reads data by batches; None if it does not.
 
     Private: ``keras.src.trainers.data_adapters.get_data_adapter``, and ``adapter.enqueuer``. Keras
@@ -32,7 +32,7 @@ def reading_of_keras(data: Data) -> KerasReading | None:
     """
     import keras
 
-    adapters: Untyped = pkgutil.resolve_name("keras.src.trainers.data_adapters")
+    adapters: Any = pkgutil.resolve_name("keras.src.trainers.data_adapters")
     make_adapter = adapters.get_data_adapter
     try:
         is_array = type(make_adapter(data)).__name__ == "ArrayDataAdapter"
@@ -41,7 +41,7 @@ def reading_of_keras(data: Data) -> KerasReading | None:
     if is_array:
         return None
 
-    def batches(data: Data = data) -> Iterator[Shard]:
+    def batches(data: Any = data) -> Iterator[Shard]:
         # A new adapter for each pass: one that was broken off leaves batches in its queue.
         adapter = make_adapter(data)
         try:

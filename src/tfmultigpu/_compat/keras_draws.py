@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-
-from tfmultigpu.types import SeedGenerator, Untyped
+from typing import Any
 
 # Functions that Keras and TensorFlow look up at each call, to draw.
 _KERAS_SEEDS = "keras.src.random.seed_generator"
@@ -22,7 +21,7 @@ _DRAWS = {
 }
 
 
-def global_seeds() -> SeedGenerator | None:
+def global_seeds() -> Any:
     """Returns the generator for draws without a seed; None before the first such draw.
 
     Private: ``keras.src.backend.common.global_state``. The public function would create one, and
@@ -33,14 +32,14 @@ def global_seeds() -> SeedGenerator | None:
     return global_state.get_global_attribute(_GLOBAL_SEEDS)
 
 
-def set_global_seeds(generator: SeedGenerator) -> None:
+def set_global_seeds(generator: Any) -> None:
     """Sets the generator for draws without a seed; private as above."""
     from keras.src.backend.common import global_state
 
     global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
 
 
-def home_of(name: str) -> Untyped:
+def home_of(name: str) -> Any:
     """Returns the module or class that has a function by which Keras draws.
 
     Private: ``keras.src.random.seed_generator.global_seed_generator``, the source of draws without

@@ -6,8 +6,9 @@ import copy
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Tensor, Untyped
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Tensor
 
 _MASK = "_keras_mask"
 _CALL = "current_call_ctx"
@@ -27,7 +28,7 @@ def set_keras_mask(tensor: Tensor, mask: Tensor) -> None:
     setattr(tensor, _MASK, mask)
 
 
-def layer_call() -> Untyped:
+def layer_call() -> Any:
     """Returns what a layer that is called now hands down to layers inside it: whether it trains.
 
     Private: ``keras.src.backend.common.global_state``, in which the outermost call of a layer keeps
@@ -40,7 +41,7 @@ def layer_call() -> Untyped:
 
 
 @contextmanager
-def inside_layer_call(call: Untyped) -> Iterator[None]:
+def inside_layer_call(call: Any) -> Iterator[None]:
     """Has layers called as inside an earlier call, of ``layer_call``; private as above."""
     from keras.src.backend.common import global_state
 
@@ -69,7 +70,7 @@ def forget_empty_variables() -> None:
     Private: the global attribute ``uninitialized_variables``. Keras would try them again with each
     later model, and fail again. The public ``keras.utils.clear_session`` forgets all names too.
     """
-    state: Untyped = pkgutil.resolve_name("keras.src.backend.common.global_state")
+    state: Any = pkgutil.resolve_name("keras.src.backend.common.global_state")
     state.set_global_attribute("uninitialized_variables", [])
 
 

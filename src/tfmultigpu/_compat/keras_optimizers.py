@@ -7,15 +7,21 @@ import tensorflow as tf
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Options, Tensor
 
 
-def keeping_sums() -> Options:
-    """Returns attributes with which ``optimizer.apply`` does not all-reduce gradients once more.
+def keeping_gradients(clipped: bool) -> Options:
+    """Returns attributes with which ``optimizer.apply`` does not add or clip gradients once more.
 
-    Private: ``optimizer._all_reduce_sum_gradients``, of which these make the identity. Keras offers
-    no public way to apply gradients that are already summed, and clipping, skipping and loss
-    scaling need the sum first. Without it gradients would be divided by the number of replicas, for
-    Keras to sum again: exact, but with twice the traffic.
+    Private: ``optimizer._all_reduce_sum_gradients``, and ``optimizer._clip_gradients`` if they are
+    ``clipped``, of which these make the identity. Keras offers no public way to apply gradients
+    that are already summed, and clipping, skipping and loss scaling need the sum first. Without the
+    first gradients would be divided by the number of replicas, for Keras to sum again: exact, but
+    with twice the traffic. Without the second three settings would be hidden.
     """
-    return {"_all_reduce_sum_gradients": lambda pairs: pairs}
+    options: Options = {"_all_reduce_sum_gradients": _same}
+    return {**options, "_clip_gradients": _same} if clipped else options
+
+
+def _same(gradients: list[Tensor]) -> list[Tensor]:
+    return gradients
 
 
 def clip_as_set(optimizer: KerasOptimizer, gradients: list[Tensor]) -> list[Tensor]:

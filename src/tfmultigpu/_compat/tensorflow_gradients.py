@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+from typing import Any
 
-from tfmultigpu.types import Function, Operation, Untyped
+from tfmultigpu.types import Function
 
 _CALLS = {
     "PartitionedCall",
@@ -18,7 +19,7 @@ _CALLS = {
 _CALLS |= {"While", "StatelessWhile"}
 
 
-def custom_gradients() -> tuple[Untyped, str]:
+def custom_gradients() -> tuple[Any, str]:
     """Returns the module and the name of what each custom gradient in a graph goes through.
 
     Private: ``tensorflow.python.ops.custom_gradient._graph_mode_decorator``, which is called with
@@ -29,7 +30,7 @@ def custom_gradients() -> tuple[Untyped, str]:
     return pkgutil.resolve_name("tensorflow.python.ops.custom_gradient"), "_graph_mode_decorator"
 
 
-def may_not_be_linear(operation: Operation) -> bool:
+def may_not_be_linear(operation: Any) -> bool:
     """Returns whether the gradient of an operation may be no linear function of what it is given.
 
     Private: the attribute ``_gradient_op_type``, by which an operation has a gradient of the user,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.types import Function, Graph, Operation, Options, Tensor, Untyped
+from tfmultigpu.types import Function, Options, Tensor
 
 
 def is_stateful(operation: str) -> bool:
@@ -28,7 +29,7 @@ def types_of_inputs(operation: str) -> list[tf.DType]:
     return [tf.as_dtype(argument.type) for argument in arguments if argument.type]
 
 
-def _definition_of(operation: str) -> Operation:
+def _definition_of(operation: str) -> Any:
     try:
         get: Function = pkgutil.resolve_name("tensorflow.python.framework.op_def_registry:get")
     except (ImportError, AttributeError):
@@ -63,7 +64,7 @@ def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) 
     operation._add_control_inputs(list(others))
 
 
-def graphs_inside(operation: Operation) -> list[Graph]:
+def graphs_inside(operation: Any) -> list[Any]:
     """Returns the graphs of the functions that an operation calls, such as the body of a loop.
 
     Private: ``graph._get_function``. The public ``graph.as_graph_def()`` copies the whole graph.
@@ -93,16 +94,16 @@ def without_rewriting() -> Iterator[None]:
     makes TensorFlow prepare each function once more. Without it the context changes nothing.
     """
     try:
-        context: Untyped = pkgutil.resolve_name("tensorflow.python.eager.context:context")()
+        context: Any = pkgutil.resolve_name("tensorflow.python.eager.context:context")()
         before = context.function_call_options
-        config: Untyped = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+        config: Any = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
     except (ImportError, AttributeError):
         yield
         return
     options = tf.compat.v1.GraphOptions(rewrite_options={"disable_meta_optimizer": True})
     config.graph_options.MergeFrom(options)
 
-    def use(options: Untyped) -> None:
+    def use(options: Any) -> None:
         context.function_call_options = options
 
     use(type(before)(before.executor_type, config))
@@ -116,10 +117,10 @@ def kernels_are_deterministic() -> bool:
     """Returns whether ``tf.config.experimental.enable_op_determinism`` was called.
 
     Private: ``tensorflow.python.framework.config.is_op_determinism_enabled``; the public module can
-    only switch it on. Without it True is returned, and nobody is told that kernels of a GPU may add
-    in any order.
+    only switch it on. Without it True is returned, and no warning says that kernels of a GPU may
+    add in any order.
     """
     from tensorflow.python.framework import config
 
-    ask: Untyped = getattr(config, "is_op_determinism_enabled", lambda: True)
+    ask: Any = getattr(config, "is_op_determinism_enabled", lambda: True)
     return bool(ask())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.types import Function, Untyped
+from tfmultigpu.types import Function
 
 
 def strategies_were_made() -> bool:
@@ -18,7 +19,7 @@ def strategies_were_made() -> bool:
     """
     from tensorflow.python.distribute import distribute_lib
 
-    gauge: Untyped = getattr(distribute_lib, "distribution_strategy_replica_gauge", None)
+    gauge: Any = getattr(distribute_lib, "distribution_strategy_replica_gauge", None)
     return gauge is None or gauge.get_cell("num_replicas").value() > 0
 
 
@@ -36,7 +37,7 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Function]:
     several workers.
     """
     devices = strategy.extended.worker_devices
-    extended: Untyped = strategy.extended
+    extended: Any = strategy.extended
     found = []
     for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
         launcher = copy.copy(one)
@@ -53,7 +54,7 @@ def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:
     one that TensorFlow made adds otherwise than the strategies of ``create_strategy``. Without it
     all strategies of several replicas are taken for such, whose steps wait for each other.
     """
-    distribute: Untyped = tf.distribute
+    distribute: Any = tf.distribute
     others = (
         distribute.NcclAllReduce,
         distribute.HierarchicalCopyAllReduce,

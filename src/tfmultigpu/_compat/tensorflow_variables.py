@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfmultigpu.types import ConcreteFunction, Function, Tensor, Untyped
+from tfmultigpu.types import Function, Tensor
 
 
-def variables_of(concrete: ConcreteFunction) -> list[tuple[Tensor, tf.DType]]:
+def variables_of(concrete: Any) -> list[tuple[Tensor, tf.DType]]:
     """Returns the handle and the dtype of each variable that a concrete function can assign.
 
     Private: ``_handle_data`` of a resource, which tells the dtype of a variable. ``variables`` of a
@@ -50,7 +50,7 @@ def variable_of_handle(handle: Tensor) -> tf.Variable | None:
     return variable
 
 
-def variables_summed_when_read() -> Untyped:
+def variables_summed_when_read() -> Any:
     """Returns the class of variables with a value on each replica, combined when they are read.
 
     Private: ``tensorflow.python.distribute.values.SyncOnReadVariable``; ``tf.Variable`` makes one

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
+from typing import Any
 
 import tensorflow as tf
-
-from tfmultigpu.types import Untyped
 
 
 def configure_coordination(workers: int, register_seconds: float, heartbeat_seconds: float) -> None:
@@ -68,12 +67,12 @@ def expand_slurm(hosts: str, tasks_per_node: str) -> tuple[list[str], list[int]]
     Private: the module of ``SlurmClusterResolver``, which sorts hosts as text and asks for GPUs.
     Without it Slurm's jobs need ``tmg.workers.Cluster``.
     """
-    slurm: Untyped = importlib.import_module(
+    slurm: Any = importlib.import_module(
         "tensorflow.python.distribute.cluster_resolver.slurm_cluster_resolver"
     )
     return slurm.expand_hostlist(hosts), slurm.expand_tasks_per_node(tasks_per_node)
 
 
-def _eager_context() -> Untyped:
-    context: Untyped = importlib.import_module("tensorflow.python.eager.context")
+def _eager_context() -> Any:
+    context: Any = importlib.import_module("tensorflow.python.eager.context")
     return context.context()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
@@ -34,7 +34,6 @@ from tfmultigpu.errors import ReplicaDependenceWarning, ScopeError, TfMultiGpuEr
 from tfmultigpu.lists import pick
 from tfmultigpu.strategies.collectives import adds_lists, sum_over_replicas
 from tfmultigpu.strategies.row_lists import (
-    Gradient,
     as_tensor,
     is_list,
     joined,
@@ -45,11 +44,10 @@ from tfmultigpu.strategies.row_lists import (
 )
 from tfmultigpu.strategies.scopes import check_scope, current_strategy, refuse_legacy_keras
 from tfmultigpu.strategies.topology import describe, tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 from tfmultigpu.user_code import warn
 
 _SMALL = 2.0**-64  # A sum of scales of float32 fits into it then.
-_Sum: TypeAlias = Any  # A variable of TensorFlow with a value on each replica.
 
 
 class GradientAccumulator:
@@ -116,7 +114,7 @@ class GradientAccumulator:
         count = tf.convert_to_tensor(self._count)
         return count if tf.inside_function() else int(count)
 
-    def add(self, gradients: Sequence[Gradient], weight: Scalar = None) -> None:
+    def add(self, gradients: Sequence[Tensor], weight: Scalar = None) -> None:
         """Adds one micro-batch on this replica, without communication; replica context.
 
         Args:
@@ -244,7 +242,7 @@ class GradientAccumulator:
                 "scale = tmg.LossScale(); in the replica: target = scale.scale_loss(pair); and "
                 "outside: window.apply(optimizer, scale=scale)."
             )
-        gradients: list[Gradient] = self.reduce()[0]
+        gradients: list[Tensor] = self.reduce()[0]
         where = None
         if scale is not None:
             gradients, where = scale.unscale(gradients)
@@ -283,7 +281,7 @@ class GradientAccumulator:
             warn_of_variables(self.variables, pick(self.variables, sorted(left)))
         local = self._strategy.experimental_local_results
         # One list of sums for each replica, and at its end the weights.
-        parts: list[list[Gradient]] = [[] for _ in local(self._weights)]
+        parts: list[list[Tensor]] = [[] for _ in local(self._weights)]
         for state in [*self._sums, _Dense(self._weights)]:
             for part, read in zip(parts, state.read(self._strategy), strict=True):
                 part.append(read)
@@ -371,14 +369,14 @@ def _check_entered(variables: Sequence[KerasVariable]) -> None:
 class _Dense:
     """The sum of the gradients of a variable, of its size on each replica."""
 
-    def __init__(self, total: _Sum) -> None:
+    def __init__(self, total: Any) -> None:
         self.total, self.dtype = total, total.dtype
 
-    def add(self, gradient: Gradient, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    def add(self, gradient: Tensor, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
         """Adds a gradient on this replica."""
         self.total.assign_add(scale(tf.cast(tf.convert_to_tensor(gradient), self.dtype)))
 
-    def read(self, strategy: tf.distribute.Strategy) -> list[Gradient]:
+    def read(self, strategy: tf.distribute.Strategy) -> list[Tensor]:
         """Returns the sums of the replicas of this process."""
         return [copy.read_value() for copy in strategy.experimental_local_results(self.total)]
 
@@ -400,7 +398,7 @@ class _OfTable:
         self._ids = _local_sum([0], tf.int64, of_rows=[None])
         self._values = _local_sum([0, *shape[1:]], dtype, of_rows=[None, *shape[1:]])
 
-    def add(self, gradient: Gradient, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    def add(self, gradient: Tensor, scale: Callable[[tf.Tensor], tf.Tensor]) -> None:
         """Adds a gradient on this replica; a tensor has all rows."""
         if not is_list(gradient):
             every = tf.range(self._shape[0] or 0, dtype=tf.int64)
@@ -412,10 +410,10 @@ class _OfTable:
         self._ids.assign(rows.indices)
         self._values.assign(rows.values)
 
-    def read(self, strategy: tf.distribute.Strategy) -> list[Gradient]:
+    def read(self, strategy: tf.distribute.Strategy) -> list[Tensor]:
         """Returns the sums of the replicas of this process: lists, if these can be added."""
         local = strategy.experimental_local_results
-        sums: list[Gradient] = []
+        sums: list[Tensor] = []
         for ids, values in zip(local(self._ids), local(self._values), strict=True):
             rows = tf.IndexedSlices(values.read_value(), ids.read_value())
             sums.append(rows if adds_lists(strategy) else as_tensor(rows, self._shape))
@@ -449,7 +447,7 @@ def _local_sum(
     dtype: tf.DType,
     aggregation: tf.VariableAggregation = tf.VariableAggregation.SUM,
     of_rows: Sequence[int | None] | None = None,
-) -> _Sum:
+) -> Any:
     """Returns a variable of each replica, of zeros; ``of_rows`` if the shape may change."""
     return tf.Variable(
         tf.zeros(shape, dtype),

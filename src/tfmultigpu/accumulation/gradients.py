@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,8 +17,8 @@ from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning, TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
-from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
-from tfmultigpu.types import Dtype, KerasVariable, Scalar
+from tfmultigpu.strategies.row_lists import values_of, with_values
+from tfmultigpu.types import KerasVariable, Scalar, Tensor
 from tfmultigpu.user_code import warn
 
 BY_HAND = (
@@ -32,7 +33,7 @@ _CLIPPED = re.compile(r"(^|/)clip_by_(value|(global_|average_)?norm)")
 _in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
 
 
-def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gradient], Scalar]:
+def clip_gradients(gradients: Sequence[Tensor], limit: float) -> tuple[list[Tensor], Scalar]:
     """Scales gradients down so that their norm together is at most a limit, as on one device.
 
     This is clipping by the global norm (Pascanu et al. 2013, arXiv 1211.5063).
@@ -60,7 +61,7 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
     limit = check_positive("limit", limit, "To clip nothing, leave the call out.")
     check_reduced("clip_gradients", gradients)
     after = check_scale_is_out("clip_gradients", gradients)
-    reduced: list[Gradient] = []
+    reduced: list[Tensor] = []
     for gradient in gradients:
         if gradient is None or getattr(gradient, REDUCED, False):
             reduced.append(gradient)  # A list has each row once.
@@ -71,19 +72,19 @@ def clip_gradients(gradients: Sequence[Gradient], limit: float) -> tuple[list[Gr
     return mark_as(gradients, clipped(reduced, limit, norm), clipped=True), norm
 
 
-def clipped(gradients: Sequence[Gradient], limit: float, norm: Scalar) -> list[Gradient]:
+def clipped(gradients: Sequence[Tensor], limit: float, norm: Scalar) -> list[Tensor]:
     """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
     scale = tf.clip_by_global_norm([tf.ones_like(norm)], limit, norm)[0][0]
     return map_present(functools.partial(scaled, factor=scale), gradients)
 
 
-def scaled(gradient: Gradient, factor: Gradient) -> Gradient:
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Returns a gradient, a tensor or a list of rows, times a factor."""
     values = values_of(gradient)
     return with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
-def global_norm(gradients: Sequence[Gradient]) -> Gradient:
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the norm of all gradients together, of their dtype, or float64 for several.
 
     The rows that a list leaves out are zero; it must have each row once.
@@ -96,7 +97,7 @@ def global_norm(gradients: Sequence[Gradient]) -> Gradient:
     return tf.linalg.global_norm(numbers)
 
 
-def all_finite(gradients: Sequence[Gradient]) -> Gradient:
+def all_finite(gradients: Sequence[Tensor]) -> Tensor:
     """Returns whether every number in every gradient is finite, a bool scalar."""
     finite = [tf.reduce_all(tf.math.is_finite(values_of(gradient))) for gradient in gradients]
     return tf.reduce_all(finite)
@@ -112,7 +113,7 @@ def in_global_phase() -> Iterator[None]:
         _in_global_phase.reset(token)
 
 
-def check_reduced(name: str, gradients: Sequence[Gradient] = ()) -> None:
+def check_reduced(name: str, gradients: Sequence[Tensor] = ()) -> None:
     """Checks that a function of the global gradient gets that, once for all replicas."""
     context = tf.distribute.get_replica_context()
     parts = any(isinstance(gradient, tf.distribute.DistributedValues) for gradient in gradients)
@@ -125,7 +126,7 @@ def check_reduced(name: str, gradients: Sequence[Gradient] = ()) -> None:
         )
 
 
-def check_gradients(variables: Sequence[KerasVariable], gradients: Sequence[Gradient]) -> None:
+def check_gradients(variables: Sequence[KerasVariable], gradients: Sequence[Tensor]) -> None:
     """Checks that a gradient reaches any of the variables."""
     if variables and not present(gradients):
         raise LossError(
@@ -149,7 +150,7 @@ def warn_of_variables(variables: Sequence[KerasVariable], without: Sequence[Kera
         warn("The model has no trainable variables: a step changes nothing. Received: trainable=[]")
 
 
-def warn_of_clipped_part(gradient: Gradient) -> None:
+def warn_of_clipped_part(gradient: Tensor) -> None:
     """Warns of a gradient that TensorFlow's functions clipped; only in a graph operations know."""
     values = values_of(gradient)
     if not tf.is_symbolic_tensor(values) or "gradient_tape/" in values.op.name:
@@ -168,7 +169,7 @@ def _paths(variables: Sequence[KerasVariable]) -> list[str]:
     return [getattr(variable, "path", variable.name) for variable in variables]
 
 
-def sum_dtype(dtype: Dtype) -> tf.DType:
+def sum_dtype(dtype: Any) -> tf.DType:
     """Returns the dtype sums of gradients are kept in: at least float32."""
     known = tf.as_dtype(dtype)
     if known in (tf.float16, tf.bfloat16):

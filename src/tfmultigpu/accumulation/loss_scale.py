@@ -15,8 +15,8 @@ from tfmultigpu.arguments import brief, check_count, check_positive
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import map_present, present
 from tfmultigpu.strategies.collectives import REDUCED
-from tfmultigpu.strategies.row_lists import Gradient, values_of, with_values
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.strategies.row_lists import values_of, with_values
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
 # Windows of 16 batches are as many times larger, and the shard of another replica, which is not
 # known here, may have a row more: at most twice as many.
@@ -143,7 +143,7 @@ class LossScale:
         self._uses = (*(other for other in self._uses if not other.undone), use)
         return total * (tf.cast(value, total.dtype) / divisor)
 
-    def unscale(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], Scalar]:
+    def unscale(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Scalar]:
         """Divides gradients by the scale, and says whether all are finite.
 
         Args:
@@ -172,7 +172,7 @@ class LossScale:
                 "rows of the global batch: scale.scale_loss(mean).",
             )
 
-        def divide(gradient: Gradient) -> Gradient:
+        def divide(gradient: Tensor) -> Tensor:
             if not hasattr(gradient, REDUCED):  # A list may have a row twice.
                 gradient = tf.convert_to_tensor(gradient)
             scale = scale_of(gradient, self._value())  # Another window may have changed it since.

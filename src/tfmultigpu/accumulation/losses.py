@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,11 +24,10 @@ from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
-from tfmultigpu.strategies.row_lists import Gradient
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
-from tfmultigpu.types import Function, Graph, KerasLoss, Loss, Nested, Scalar, Tensor, Untyped
+from tfmultigpu.types import Function, Nested, Scalar, Tensor
 
-rows_of_step: ContextVar[Untyped] = ContextVar("rows_of_step", default=None)  # On this replica.
+rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
 _FIXED, _USE, _SUM = "_tfmultigpu_fixed", "_tfmultigpu_use", "_tfmultigpu_sum"
 _LOSS = "def loss(y_true, y_pred), which returns one value per example; or a name, loss='mse'."
@@ -130,7 +129,7 @@ class Use:
         """Keeps what makes the sum as small as a mean: of one replica and one batch."""
         self._divisor, self.undone = divisor, False
 
-    def undo(self, gradient: Gradient) -> Gradient:
+    def undo(self, gradient: Tensor) -> Tensor:
         """Returns a gradient of at least float32 times the divisor."""
         self.undone = True
         if self._divisor is None:
@@ -142,7 +141,7 @@ class _Unclaimed(threading.local):
     """Scaled losses of this thread, with their graphs, until an ``add`` gets the gradients."""
 
     def __init__(self) -> None:
-        self.uses: deque[tuple[Use, Graph]] = deque(maxlen=8)
+        self.uses: deque[tuple[Use, Any]] = deque(maxlen=8)
 
 
 _unclaimed = _Unclaimed()
@@ -226,7 +225,7 @@ class LossTerm:
 
 
 def loss_sum(
-    loss: Loss,
+    loss: Any,
     y_true: Nested,
     y_pred: Nested,
     sample_weight: Nested = None,
@@ -357,7 +356,7 @@ def global_mean(loss_sum: LossSum) -> Scalar:
 
 
 def loss_term(
-    loss: KerasLoss,
+    loss: Any,
     y_true: Nested,
     y_pred: Nested,
     sample_weight: Nested = None,
@@ -417,7 +416,7 @@ def loss_term(
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _check_values(
-    loss: KerasLoss, values: Tensor, y_true: Nested, y_pred: Nested, sample_weight: Nested
+    loss: Any, values: Tensor, y_true: Nested, y_pred: Nested, sample_weight: Nested
 ) -> None:
     """Checks that a loss returned one value per row or more, and that weights belong to rows."""
     import keras
@@ -479,7 +478,7 @@ def _check_values(
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def as_loss(loss: Loss) -> KerasLoss:
+def as_loss(loss: Any) -> Any:
     """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
@@ -520,7 +519,7 @@ def _same_rank(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _loss_by_shapes() -> type[KerasLoss]:
+def _loss_by_shapes() -> type[Any]:
     """Returns the class of the loss that ``model.compile`` chooses for ``_CROSSENTROPY``.
 
     Keras knows the name in ``compile`` alone, where it has the labels and the predictions.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -19,17 +19,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import patching, setting
+from tfmultigpu._patch import patching
+from tfmultigpu.accumulation.applying import (
+    OfParts,
+    applying,
+    clip_as_set,
+    lists_rows,
+    of_rows,
+    update_parts,
+    updating_by,
+    whole_tables,
+)
 from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
-from tfmultigpu.accumulation.table_parts import OfParts, clip_parts, update_parts, whole_tables
-from tfmultigpu.accumulation.table_rows import (
-    check_updates_parts,
-    is_table,
-    takes_lists,
-    takes_rows,
-    updating_rows,
-)
+from tfmultigpu.accumulation.table_rows import check_updates_parts, how_taken, is_table
+from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import pick
 from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call_on_replica
@@ -40,14 +44,12 @@ from tfmultigpu.strategies.collectives import (
     sum_over_replicas,
     sum_over_workers,
 )
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, values_of, with_values
-from tfmultigpu.strategies.row_parts import RowParts, copies_of, units_of
+from tfmultigpu.strategies.row_parts import RowParts, units_of
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
-from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import Context, Function, KerasOptimizer, KerasVariable, Tensor
 
 _Addends = list[list[Any]]
 T = TypeVar("T")
-_CLIPS = ["clipnorm", "global_clipnorm", "clipvalue"]
 
 
 class Replicated:
@@ -63,8 +65,6 @@ class Replicated:
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
         self.strategy, self.reason = strategy, reason  # The reason is for a person.
         self.state: frozenset[int] = frozenset()  # The ``id`` of each variable that exists once.
-        # In an update: by the ``id`` of a copy of a table, which rows change.
-        self._ids: dict[int, tf.Tensor | None] = {}
 
     @property
     def optimizer(self) -> Any:
@@ -77,24 +77,21 @@ class Replicated:
             with self.strategy.scope(), _filling_at_once():
                 self.optimizer.build(list(variables))
 
-    def part_copies(self, variables: Sequence[KerasVariable]) -> None:
+    def part_copies(self, variables: Iterable[KerasVariable]) -> None:
         """Gives each copy of a table, whose rows are updated alone, memory of its own.
 
         TensorFlow makes all copies of one first value, in one memory if they share it. At the first
         write each would be copied, all at one time, while the first value is still there.
         """
-        for variable in variables:
-            copies = self._local(tf_variable(variable))
-            if len(copies) == 1 or not is_table(variable) or not self.takes_rows(variable):
-                continue
-            for copy in copies[1:]:
+        for target in self.targets_of(variables):
+            for copy in target.copies[1:] if target.takes == "rows" else ():
                 with tf.device(copy.device):
                     copy.assign(tf.raw_ops.DeepCopy(x=copy.read_value()))
 
-    def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
+    def add(self, addends: _Addends, targets: Sequence[Target]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
         if not adds_lists(self.strategy):
-            addends = [_without_lists(one, variables) for one in addends]
+            addends = [_without_lists(one, targets) for one in addends]
         return sum_over_replicas(self.strategy, addends)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
@@ -113,24 +110,22 @@ class Replicated:
         )
         return gradient._replace(norm=norm, valid=valid, finite=finite), others
 
-    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
-        """Places what is computed of a variable on the device where its gradients are added."""
-        return nullcontext()
+    def targets_of(self, variables: Iterable[KerasVariable]) -> list[Target]:
+        """Returns a record of each variable; of a table on several devices one of each part."""
+        return [self.target_of(unit) for unit in units_of(variables)]
 
-    def takes_rows(self, variable: KerasVariable) -> bool:
-        """Returns whether ``apply`` may be given a list of rows, each once, for a variable."""
-        with tf.init_scope():
-            ask = functools.partial(takes_rows, self.optimizer, variable)
-            return bool(outside_scopes(ask))
+    def target_of(self, variable: KerasVariable) -> Target:
+        """Returns where a variable is, and how the optimizer takes its gradient, as it is now."""
+        large, takes = is_table(variable), "tensor"
+        if large:
+            with tf.init_scope():
+                takes = outside_scopes(functools.partial(how_taken, self.optimizer, variable))
+        value = tf_variable(variable)
+        copies, device = self._local(value), self._device_of(value)
+        return Target(variable, copies, is_sharded(variable), large, takes, device)
 
-    def as_taken(self, rows: tf.IndexedSlices, variable: KerasVariable) -> Gradient:
-        """Returns the gradient of a variable, a list with each row once, as ``apply`` takes it."""
-        if self.takes_rows(variable):
-            return rows
-        with self.at(variable):
-            if takes_lists(self.optimizer, variable):
-                return with_values(rows, rows.values, variable.shape)
-            return as_tensor(rows, variable.shape)
+    def _device_of(self, value: tf.Variable) -> str | None:
+        return None
 
     def apply(
         self,
@@ -162,7 +157,7 @@ class Replicated:
 
         outside_scopes(update)
 
-    def _traces_once(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> bool:
+    def _traces_once(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> bool:
         """Returns whether the first replica traces the update for all of them.
 
         They differ in their copies of the variables alone, if the gradients exist once.
@@ -182,10 +177,11 @@ class Replicated:
             _: Function, variable: KerasVariable, function: Function, args: Any, kwargs: Any
         ) -> Any:
             first = functools.partial(tf.nest.map_structure, lambda value: self._local(value)[0])
+            function = of_rows(self.optimizer, self.strategy, variable, function)
             return function(first(variable), *first(args), **first(kwargs))
 
         def run() -> None:
-            with updating_by(self.strategy, update):
+            with updating_by(self.strategy, update):  # In place of ``_update``.
                 apply()
 
         traced: Any = tf.function(run, autograph=False, **_compat.called_as_whole())
@@ -194,64 +190,46 @@ class Replicated:
             with tf.device(device):
                 call_on_replica(self.strategy, function, number)
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Makes stock methods right that write by ``strategy.extended.update``, for example EMA."""
-        yield
+    def updating(self) -> AbstractContextManager[None]:
+        """Has what Keras runs on all copies of a variable run as ``_update`` says, EMA too."""
+        return updating_by(self.strategy, self._update)
+
+    def _update(
+        self, original: Function, variable: Any, function: Function, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a function of Keras on each copy, on the listed rows alone if there is a list."""
+        function = of_rows(self.optimizer, self.strategy, variable, function)
+        return original(variable, function, args, kwargs=kwargs)
+
+    def on_first(self) -> AbstractContextManager[Any]:
+        """Has updates change the first copy of each variable alone."""
+
+        def update(
+            original: Function, variable: Any, function: Function, args: Any, kwargs: Any
+        ) -> Any:
+            function = _on_copy(self._local(variable)[0], function)
+            return original(variable, function, args, kwargs=kwargs, group=False)
+
+        return updating_by(self.strategy, update)
 
     def _apply(
         self, optimizer: KerasOptimizer, gradients: list[Any], variables: list[KerasVariable]
     ) -> None:
-        hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
         apply = type(optimizer).apply  # That of the object refuses, if there are owners.
-        gradients = clip_parts(optimizer, gradients)
-        if any(isinstance(gradient, OfParts) for gradient in gradients):
-            hidden += _CLIPS
-        ids = self._take_ids(gradients, variables)
-        if any(len(self._local(gradient)) > 1 for gradient in gradients):
-            if _compat.is_part_of_keras(apply):  # It cannot clip per-replica values.
-                clip = functools.partial(_compat.clip_as_set, optimizer)
-                gradients = list(self.strategy.run(clip, args=(gradients,)))
-                hidden += _CLIPS
-            else:  # Code of a user takes tensors.
-                gradients = [self._local(gradient)[0] for gradient in gradients]
-        with (
-            setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()),
-            setting(self, _ids=ids),  # Not for longer: they hold the graph of the trace.
-            updating_rows(optimizer, ids, self._copies),
-        ):
+        firsts = [self._local(gradient)[0] for gradient in gradients]
+        several = any(len(self._local(gradient)) > 1 for gradient in gradients)
+        # Keras clips tensors alone, which exist once; and code of a user takes tensors.
+        clipped = any(isinstance(first, (OfParts, tf.IndexedSlices)) for first in firsts)
+        clipped = clipped or (several and _compat.is_part_of_keras(apply))
+        if clipped and several:
+            clip = functools.partial(clip_as_set, optimizer)
+            gradients = list(self.strategy.run(clip, args=(gradients,)))
+        elif clipped:
+            gradients = clip_as_set(optimizer, gradients)
+        elif several:
+            gradients = firsts
+        with applying(optimizer, clipped=clipped):
             apply(optimizer, gradients, variables)
-
-    def _take_ids(
-        self, gradients: list[Gradient], variables: Sequence[KerasVariable]
-    ) -> dict[int, tf.Tensor | None]:
-        """Puts the values of lists in their place; returns their ids by the ``id`` of a copy.
-
-        Of a part of a table whose gradient is a tensor there are no ids, but None.
-        """
-        ids: dict[int, tf.Tensor | None] = {}
-        for number, variable in enumerate(variables):
-            if isinstance(gradients[number], OfParts):
-                parts: list[Gradient] = []
-                pairs = zip(gradients[number].parts, self._copies(variable), strict=True)
-                for part, copy in pairs:
-                    ids[id(copy)] = part.indices if is_list(part) else None
-                    parts.append(part if part is None else values_of(part))
-                gradients[number] = OfParts(parts)
-                continue
-            lists = self._local(gradients[number])
-            if not is_list(lists[0]) or not self.takes_rows(variable):
-                continue  # Of a list that is not updated by rows Keras makes what it needs.
-            copies = self._local(tf_variable(variable))
-            for place, copy in enumerate(copies):
-                ids[id(copy)] = lists[place % len(lists)].indices  # Of all, or of each.
-            values = [each.values for each in lists]
-            several = len(lists) > 1
-            gradients[number] = per_replica(self.strategy, values) if several else values[0]
-        return ids
-
-    def _copies(self, variable: KerasVariable) -> Sequence[tf.Variable]:
-        return copies_of(self.strategy, variable)
 
     def _local(self, value: Any) -> tuple[Any, ...]:
         return tuple(self.strategy.experimental_local_results(value))
@@ -282,11 +260,9 @@ class Owned(Replicated):
         if optimizer.built:
             return
 
-        def with_owner(_: Any, variable: KerasVariable) -> AbstractContextManager[Any]:
-            if isinstance(variable, RowParts):
-                return tf.variable_creator_scope(variable.create_like)  # type: ignore[no-any-return]
+        def with_owner(original: Function, variable: KerasVariable) -> Any:
             owner = self._owners.get(id(variable))
-            return nullcontext() if owner is None else tf.device(self.devices[owner])
+            return original(variable) if owner is None else tf.device(self.devices[owner])
 
         def build() -> None:  # A variable is created once outside the scope.
             owning = patching(self.strategy.extended, "colocate_vars_with", with_owner)
@@ -299,98 +275,72 @@ class Owned(Replicated):
         for each in (optimizer, *parts_of(optimizer)):
             each.apply = _refuse_replicas
 
-    def add(self, addends: _Addends, variables: Sequence[KerasVariable]) -> _Addends:
+    def add(self, addends: _Addends, targets: Sequence[Target]) -> _Addends:
         """Adds each gradient on the device of its owner, and the other sums on the first."""
-        others = len(addends[0]) - len(variables)
-        places = [*map(self._device, variables), *[self.devices[0]] * others]
+        places = [target.device or self.devices[0] for target in targets]
+        places += [self.devices[0]] * (len(addends[0]) - len(targets))
         sums = sum_on_devices(addends, places)
         if len(self.devices) < self.strategy.num_replicas_in_sync:
-            sums = _without_lists(sums, variables)
+            sums = _without_lists(sums, targets)
         return [sum_over_workers(self.strategy, sums, places)]
 
-    def at(self, variable: KerasVariable) -> AbstractContextManager[Any]:
-        """Places what is computed of a variable with its owner."""
-        return tf.device(self._device(variable))  # type: ignore[no-any-return]
+    def on_first(self) -> AbstractContextManager[Any]:
+        """Changes nothing: the update of an owner is one update anyway."""
+        return nullcontext()
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Has functions that Keras runs on all copies of a variable run on the owner's copy.
+    def _device_of(self, value: tf.Variable) -> str:
+        return str(self.devices[self._owners.get(id(value), 0)])
+
+    def _update(
+        self, original: Function, variable: Any, function: Function, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a function of Keras on the owner's copy, or on each part of a table.
 
         The other copies are written at once: moving averages and constraints read the first one.
         """
-
-        def update(
-            original: Function, variable: KerasVariable, function: Function, args: Any, kwargs: Any
-        ) -> Any:
-            if isinstance(variable, RowParts):
-                update_parts(variable, function, args, kwargs)
-                return None
-            copies = self._local(variable)
-            if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
-                with tf.device(variable.device):
-                    return function(variable, *args, **kwargs)
-            owner = self._owners.get(id(variable))
-            if owner is None:  # A counter, for example, is on all replicas.
-                return original(variable, function, args, kwargs=kwargs)
-
-            def on_owner(copy: Scalar, *args: Any, **kwargs: Any) -> None:
-                if copy is copies[owner]:
-                    function(copy, *args, **kwargs)
-
-            original(variable, on_owner, args, kwargs=kwargs, group=False)
-            ids = self._ids.get(id(copies[owner]))
-            with tf.device(self.devices[owner]):
-                updated = copies[owner]
-                value = updated.read_value() if ids is None else updated.sparse_read(ids)
-            for number, device in enumerate(self.devices):
-                if number == owner:
-                    continue
-                with tf.device(device):
-                    if ids is None:
-                        copies[number].assign(value)
-                    else:
-                        copies[number].scatter_update(tf.IndexedSlices(value, ids))
+        of_copy = of_rows(self.optimizer, self.strategy, variable, function)
+        if isinstance(variable, RowParts):
+            update_parts(variable, of_copy, args, kwargs)
             return None
-
-        with updating_by(self.strategy, update):
-            yield
-
-    def _device(self, variable: KerasVariable) -> str:
-        return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
-
-
-@contextmanager
-def updating_by(strategy: tf.distribute.Strategy, update: Function) -> Iterator[None]:
-    """Has a function called in place of ``strategy.extended.update``.
-
-    Args:
-        strategy: The strategy.
-        update: ``update(original, variable, function, args, kwargs)``.
-    """
-
-    def called(
-        original: Function,
-        variable: KerasVariable,
-        function: Function,
-        args: Any = (),
-        kwargs: Any = None,
-        group: bool = True,
-    ) -> Any:
-        original = functools.partial(original, group=group)
-        return update(original, variable, function, args, kwargs or {})
-
-    with patching(strategy.extended, "update", called):
-        yield
+        copies = self._local(variable)
+        if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
+            with tf.device(variable.device):
+                return of_copy(variable, *args, **kwargs)
+        owner = self._owners.get(id(variable))
+        if owner is None:  # A counter, for example, is on all replicas.
+            return original(variable, function, args, kwargs=kwargs)
+        original(variable, _on_copy(copies[owner], of_copy), args, kwargs=kwargs, group=False)
+        ids = args[0].indices if lists_rows(args) else None
+        with tf.device(self.devices[owner]):
+            updated = copies[owner]
+            value = updated.read_value() if ids is None else updated.sparse_read(ids)
+        for number, device in enumerate(self.devices):
+            if number == owner:
+                continue
+            with tf.device(device):
+                if ids is None:
+                    copies[number].assign(value)
+                else:
+                    copies[number].scatter_update(tf.IndexedSlices(value, ids))
+        return None
 
 
-def _without_lists(
-    addends: Sequence[Gradient], variables: Sequence[KerasVariable]
-) -> list[Gradient]:
+def _on_copy(chosen: tf.Variable, function: Function) -> Function:
+    """Returns a function of Keras that does nothing to other copies of a variable."""
+
+    def on_copy(copy: tf.Variable, *args: Any, **kwargs: Any) -> None:
+        if copy is chosen:
+            function(copy, *args, **kwargs)
+
+    return on_copy
+
+
+def _without_lists(addends: Sequence[Tensor], targets: Sequence[Target]) -> list[Tensor]:
     """Returns addends, of which those for variables come first, with tensors in place of lists."""
     dense = list(addends)
-    for number, variable in enumerate(variables):
+    for number, target in enumerate(targets):
         with tf.device(dense[number].device):
-            dense[number] = as_tensor(dense[number], variable.shape)
+            dense[number] = target.as_tensor(dense[number])
     return dense
 
 
@@ -404,10 +354,10 @@ def _filling_at_once() -> Iterator[None]:
 
     def fill(
         original: Callable[..., tf.Tensor],
-        initializer: Gradient,
+        initializer: Tensor,
         shape: Sequence[int],
         dtype: str | None = None,
-    ) -> Gradient:
+    ) -> Tensor:
         if dtype is None or isinstance(initializer.value, (Sequence, np.ndarray)):
             return original(initializer, shape, dtype=dtype)
         return tf.fill(shape, tf.cast(initializer.value, dtype))

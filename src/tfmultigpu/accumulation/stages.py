@@ -10,7 +10,7 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
 
@@ -18,8 +18,7 @@ from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.collectives import REDUCED
-from tfmultigpu.strategies.row_lists import Gradient
-from tfmultigpu.types import KerasVariable, Scalar, Untyped
+from tfmultigpu.types import KerasVariable, Scalar, Tensor
 
 _ORDER = (
     "Write window.apply(optimizer, scale=scale, clip_norm=limit), which keeps the order; or in "
@@ -70,9 +69,9 @@ class Stage:
     clipped: bool = False
     count: Scalar = None
     scale: Scalar = None
-    window: weakref.ref[Untyped] | None = None
+    window: weakref.ref[Any] | None = None
 
-    def mark(self, gradient: Gradient) -> None:
+    def mark(self, gradient: Tensor) -> None:
         """Marks a gradient; ``tf.nest`` also makes lists of specs and numbers."""
         with suppress(AttributeError):
             setattr(gradient, REDUCED, self)
@@ -86,7 +85,7 @@ class Reduced(NamedTuple):
         weight: The weight of the window, a scalar.
     """
 
-    gradients: list[Gradient]
+    gradients: list[Tensor]
     weight: tf.Tensor
 
 
@@ -95,7 +94,7 @@ class OfUnknownLosses(Reduced):
 
     scaled: ClassVar[bool | None] = None
 
-    def __new__(cls, gradients: list[Gradient], weight: tf.Tensor) -> OfUnknownLosses:
+    def __new__(cls, gradients: list[Tensor], weight: tf.Tensor) -> OfUnknownLosses:
         """Marks the gradients."""
         for gradient in gradients:
             Stage(cls.scaled, cls.scaled is False).mark(gradient)
@@ -115,7 +114,7 @@ class OfPlainLosses(OfUnknownLosses):
 
 
 # Windows whose last ``reduce`` returned gradients with a loss scale that nothing has divided since.
-CARRYING: weakref.WeakSet[Untyped] = weakref.WeakSet()
+CARRYING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 REDUCED_BY_SCALED: dict[bool | None, type[OfUnknownLosses]] = {
     None: OfUnknownLosses,
@@ -124,12 +123,12 @@ REDUCED_BY_SCALED: dict[bool | None, type[OfUnknownLosses]] = {
 }
 
 
-def stages_of(gradients: Sequence[Gradient]) -> list[Stage]:
+def stages_of(gradients: Sequence[Tensor]) -> list[Stage]:
     """Returns the stage of each gradient that is marked."""
     return present([getattr(gradient, REDUCED, None) for gradient in gradients])
 
 
-def scale_of(gradient: Gradient, now: Scalar) -> Scalar:
+def scale_of(gradient: Tensor, now: Scalar) -> Scalar:
     """Returns the loss scale in a gradient; the one now, if the scale of its losses is unknown."""
     stage = getattr(gradient, REDUCED, None)
     if stage is None or stage.scale is None:
@@ -142,9 +141,7 @@ def check_one_scale(differs: Scalar) -> list[tf.Operation]:
     return _refuse([differs], _OTHER_SCALE)
 
 
-def mark_as(
-    before: Sequence[Gradient], after: Sequence[Gradient], **changes: bool
-) -> list[Gradient]:
+def mark_as(before: Sequence[Tensor], after: Sequence[Tensor], **changes: bool) -> list[Tensor]:
     """Marks gradients that were computed from others, with what has changed; returns them."""
     for old, new in zip(before, after, strict=True):
         dataclasses.replace(getattr(old, REDUCED, None) or Stage(), **changes).mark(new)
@@ -152,7 +149,7 @@ def mark_as(
 
 
 def check_scale_is_out(
-    name: str, gradients: Sequence[Gradient], variables: Sequence[KerasVariable] = ()
+    name: str, gradients: Sequence[Tensor], variables: Sequence[KerasVariable] = ()
 ) -> list[tf.Operation]:
     """Checks that no gradient carries a loss scale still; returns assertions as ``_refuse``.
 
@@ -172,7 +169,7 @@ def check_scale_is_out(
     return _refuse(carrying, message)
 
 
-def check_to_unscale(gradients: Sequence[Gradient], *, has_scaled: bool) -> list[tf.Operation]:
+def check_to_unscale(gradients: Sequence[Tensor], *, has_scaled: bool) -> list[tf.Operation]:
     """Checks that gradients may carry a loss scale, and were not clipped with it.
 
     It returns assertions as ``_refuse``.

@@ -1,38 +1,29 @@
-"""Updates of the rows of a table alone: the stock optimizer sees a variable of those rows.
+"""Which optimizers may update some rows of a table alone, or a table in parts.
 
-::
-
-    rows, slots = the listed rows of the variable, and of what the optimizer keeps for it
-    optimizer.update_step(values of the list, rows, learning_rate)      unchanged, by Keras
-    variable, slots = their listed rows written back
-
-This is the update from a dense gradient if a row whose gradient is zero stays as it is, and so does
-its part of each slot, and if a row depends on no other. Of which optimizers that is true is tried
-out, with a copy of the optimizer: see ``leaves_other_rows``.
+An update of the listed rows is that from a dense gradient if a row whose gradient is zero stays as
+it is, and so does its part of each slot, and if a row depends on no other. Of which optimizers that
+is true is tried out, with a copy of the optimizer: see ``leaves_other_rows``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import patching, setting
+from tfmultigpu.accumulation.applying import applying, of_rows, updating_by
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.row_parts import whole_of
-from tfmultigpu.strategies.topology import tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable
+from tfmultigpu.types import Array, Function, KerasOptimizer, KerasVariable, Tensor
 
 # Numbers in a table from which lists of its rows are faster than the whole.
 LARGE = 2**16
-
-_Value: TypeAlias = Any  # A variable of TensorFlow, a tensor, or what stands for one.
-_Copies = Callable[[_Value], Sequence[tf.Variable]]
 
 
 def is_table(variable: KerasVariable) -> bool:
@@ -41,32 +32,30 @@ def is_table(variable: KerasVariable) -> bool:
     return len(variable.shape) > 0 and size is not None and size >= LARGE
 
 
-def takes_rows(optimizer: KerasOptimizer, variable: KerasVariable) -> bool:
-    """Returns whether an optimizer may update the listed rows of a variable alone."""
-    if variable.constraint is not None or getattr(variable, "regularizer", None) is not None:
-        return False
-    inner = unwrap_optimizer(optimizer)
-    for part in parts_of(inner):
-        trained = {id(each) for each in _compat.optimizer_trains(part)}
-        if part is inner or id(whole_of(variable)) in trained:
-            return leaves_other_rows(part)
-    return False
+def how_taken(optimizer: KerasOptimizer, variable: KerasVariable) -> str:
+    """Returns how an optimizer takes a list of the rows of a variable, each once.
 
-
-def takes_lists(optimizer: KerasOptimizer, variable: KerasVariable) -> bool:
-    """Returns whether an optimizer that updates all rows of a variable may be given a list.
-
-    The optimizers of Keras make of it what they need, in less memory than the dense gradient and a
-    copy take. A part of a table has ids of its own.
+    Returns:
+        "rows" if it may update these alone. "list" if it updates all rows, and may be given the
+        list: the optimizers of Keras make of it what they need, in less memory than the dense
+        gradient and a copy take. Else "tensor"; a part of a table has ids of its own.
     """
-    if whole_of(variable) is not variable:
-        return False
-    parts = parts_of(unwrap_optimizer(optimizer))
-    return all(_compat.is_part_of_keras(type(each)) and not _own_methods(each) for each in parts)
+    inner = unwrap_optimizer(optimizer)
+    whole, parts = whole_of(variable), parts_of(inner)
+    if variable.constraint is None and getattr(variable, "regularizer", None) is None:
+        for part in parts:
+            if part is inner or id(whole) in by_id(_compat.optimizer_trains(part)):
+                if leaves_other_rows(part):
+                    return "rows"
+                break
+    if whole is not variable or not all(map(_is_of_keras, parts)):
+        return "tensor"
+    return "list"
 
 
 # Which optimizers ---------------------------------------------------------------------------------
 
+_CLIPS = "clipnorm", "global_clipnorm", "clipvalue"
 _known: dict[tuple[type, str, str], bool] = {}
 
 
@@ -77,12 +66,12 @@ def leaves_other_rows(optimizer: KerasOptimizer) -> bool:
     both must agree to the last bit. Only optimizers of Keras are asked: what a few steps show of
     code of a user may not be true of later ones. Call it outside of every strategy.
     """
-    if _own_methods(optimizer) or not _compat.is_part_of_keras(type(optimizer)):
+    if not _is_of_keras(optimizer):
         return False
     # These change all rows in each step, whatever the gradient.
     if optimizer.weight_decay is not None or optimizer.use_ema:
         return False
-    return _agrees(optimizer, optimizer.get_config(), _by_rows, np.array_equal)
+    return _agrees(optimizer, "rows")
 
 
 def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> None:
@@ -94,9 +83,7 @@ def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVari
     """
     parts = [variable for variable in variables if whole_of(variable) is not variable]
     for each in parts_of(optimizer):
-        # Clipping is of the whole of it, and done before.
-        config = {**each.get_config(), "clipnorm": None, "global_clipnorm": None, "clipvalue": None}
-        if not _own_methods(each) and _agrees(each, config, _in_parts, _nearly):
+        if not _own_methods(each) and _agrees(each, "parts"):
             continue
         raise TfMultiGpuError(
             "The rows of a table are on several devices, and this optimizer needs the whole of it "
@@ -107,26 +94,23 @@ def check_updates_parts(optimizer: KerasOptimizer, variables: Sequence[KerasVari
         )
 
 
-def _nearly(one: _Value, other: _Value) -> bool:
-    return bool(np.allclose(one, other, rtol=1e-6, atol=1e-7))
-
-
 def _own_methods(optimizer: KerasOptimizer) -> set[str]:
     return {"update_step", "assign", "assign_add", "assign_sub"} & vars(optimizer).keys()
 
 
-def _agrees(
-    optimizer: KerasOptimizer,
-    config: dict[str, _Value],
-    train: Callable[[KerasOptimizer], list[_Value]],
-    same: Callable[[_Value, _Value], bool],
-) -> bool:
+def _is_of_keras(optimizer: KerasOptimizer) -> bool:
+    return _compat.is_part_of_keras(type(optimizer)) and not _own_methods(optimizer)
+
+
+def _agrees(optimizer: KerasOptimizer, way: str) -> bool:
     """Returns whether copies of an optimizer agree that train a small table in two ways."""
-    config = {**config, "learning_rate": 0.1, "name": "trial"}
-    key = type(optimizer), repr(sorted(config.items())), train.__name__
+    # Gradients are clipped before, all of them together; and none is accumulated by Keras.
+    settled = dict.fromkeys([*_CLIPS, "gradient_accumulation_steps"])
+    config = {**optimizer.get_config(), **settled, "learning_rate": 0.1, "name": "trial"}
+    key = type(optimizer), repr(sorted(config.items())), way
     if key not in _known:
         with tf.init_scope():
-            _known[key] = _trial(type(optimizer), config, train, same)
+            _known[key] = _trial(functools.partial(type(optimizer).from_config, config), way)
     return _known[key]
 
 
@@ -134,163 +118,51 @@ _START = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
 _LISTS = ((0, 1), (1, 3), (0,), (3, 1))  # Row 2 never has a gradient, and others not always.
 
 
-def _trial(
-    kind: _Value,
-    config: dict[str, _Value],
-    train: Callable[[KerasOptimizer], list[_Value]],
-    same: Callable[[_Value, _Value], bool],
-) -> bool:
-    """Returns whether two copies of an optimizer agree, one of which updates the whole."""
-    whole = _train(kind.from_config(config), by_rows=False)
+def _trial(make: Callable[[], KerasOptimizer], way: str) -> bool:
+    """Returns whether two optimizers agree, one of which updates the whole."""
+    whole = _train(make(), "whole")
     for values in whole:
         if values.ndim and values.shape != _START.shape:  # What it keeps is not of rows.
             return False
-    pairs = zip(whole, train(kind.from_config(config)), strict=False)
-    return all(same(one, other) for one, other in pairs)
+    limit = 0.0 if way == "rows" else 1e-6
+    pairs = zip(whole, _train(make(), way), strict=False)
+    return all(np.allclose(one, other, rtol=limit, atol=limit / 10) for one, other in pairs)
 
 
-def _by_rows(optimizer: KerasOptimizer) -> list[_Value]:
-    return _train(optimizer, by_rows=True)
-
-
-def _in_parts(optimizer: KerasOptimizer) -> list[_Value]:
-    """Returns what some steps make of the two halves of a small table, put together again.
-
-    What the optimizer keeps is left out: if it were another, the table would be as well.
-    """
-    import keras
-
-    halves = [keras.Variable(half, name="table") for half in np.split(_START, 2)]
-    optimizer.build(halves)
-    for number in range(len(_LISTS)):
-        optimizer.apply(np.split(_gradient(number), 2), halves)
-    return [np.concatenate([half.numpy() for half in halves])]
-
-
-def _gradient(number: int) -> _Value:
-    """Returns the dense gradient of a step of a trial."""
-    gradient = np.zeros_like(_START)
-    gradient[list(_LISTS[number])] = _values(number)
-    return gradient
-
-
-def _values(number: int) -> _Value:
-    """Returns the rows of the gradient of a step of a trial."""
-    ids = _LISTS[number]
-    values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
-    return values * np.float32((-1.0) ** number)
-
-
-def _train(optimizer: KerasOptimizer, *, by_rows: bool) -> list[_Value]:
-    """Returns what some steps make of a small table, and of what the optimizer keeps."""
-    import keras
-
-    table = keras.Variable(_START, name="table")
-    optimizer.build([table])
-    for number, ids in enumerate(_LISTS):
-        if by_rows:
-            rows = {id(table.value): tf.constant(ids, tf.int64)}
-            with updating_rows(optimizer, rows, lambda variable: [variable]):
-                optimizer.apply([tf.constant(_values(number))], [table])
-        else:
-            optimizer.apply([tf.constant(_gradient(number))], [table])
-    return [each.numpy() for each in (table, *optimizer.variables)]
-
-
-# The update ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def updating_rows(
-    optimizer: KerasOptimizer, ids: Mapping[int, tf.Tensor | None], copies: _Copies
-) -> Iterator[None]:
-    """Has ``optimizer.apply`` update the listed rows of some variables.
-
-    The gradient of such a variable is given to ``apply`` as the values of its list: so Keras clips
-    it, for rows that are not listed add nothing to a norm.
+def _train(optimizer: KerasOptimizer, way: str) -> list[Array]:
+    """Returns what some steps make of a small table, and of what the optimizer keeps.
 
     Args:
-        optimizer: A stock optimizer.
-        ids: By the ``id`` of a copy of a variable, which rows its gradient lists, each once. None
-            for a part of a table whose gradient has all rows of the part.
-        copies: Returns the copies of a variable in this process.
+        optimizer: An optimizer that is not built.
+        way: "whole", from dense gradients; "rows", from lists; or "parts", of two halves. There
+            what it keeps is left out: if it were another, the table would be as well.
     """
-    if not ids:
-        yield
-        return
-    update_step = optimizer.update_step
-    trained = [tf_variable(each) for each in _compat.optimizer_trains(optimizer)]
-    wholes = {id(copy): whole for whole in trained for copy in copies(whole)}
-
-    def update(gradient: _Value, variable: _Value, learning_rate: _Value) -> None:
-        if id(variable) not in ids:
-            update_step(gradient, variable, learning_rate)
-            return
-        whole, rows = wholes[id(variable)], ids[id(variable)]
-        with _finding_rows(optimizer, variable, whole, rows, copies):
-            view = variable if rows is None else _RowsOf(variable, whole, rows)
-            update_step(gradient, view, learning_rate)
-
-    with setting(optimizer, update_step=update):
-        yield
-
-
-@contextmanager
-def _finding_rows(
-    optimizer: KerasOptimizer,
-    variable: _Value,
-    table: _Value,
-    ids: tf.Tensor | None,
-    copies: _Copies,
-) -> Iterator[None]:
-    """Has Keras find, in place of the slots of a table, their listed rows, or a part of them."""
     import keras
 
-    slots = {id(each) for each in optimizer.variables if each.shape == table.shape}
+    strategy = tf.distribute.get_strategy()
 
-    def value(original: Callable[[_Value], _Value], slot: KerasVariable) -> _Value:
-        whole = original(slot)
-        if id(slot) not in slots:
-            return whole
-        # The copy beside the variable, or the only one.
-        found = copies(whole)
-        beside = [copy for copy in found if copy.device == variable.device]
-        copy = (beside or found)[0]
-        return copy if ids is None else _RowsOf(copy, whole, ids)
+    def update(
+        original: Function, variable: Any, function: Function, args: Any, kwargs: Any
+    ) -> None:
+        original(variable, of_rows(optimizer, strategy, variable, function), args, kwargs=kwargs)
 
-    with patching(keras.Variable, "value", value):
-        yield
-
-
-class _RowsOf:
-    """Some rows of a variable, as a variable that has no others; Keras reads and assigns it.
-
-    Attributes:
-        shape: The shape of these rows.
-    """
-
-    def __init__(self, variable: _Value, whole: _Value, ids: tf.Tensor) -> None:
-        self._variable, self._whole, self._ids = variable, whole, ids
-        self.shape = tf.TensorShape([None, *variable.shape[1:]])
-
-    def __getattr__(self, name: str) -> _Value:
-        # Keras finds slots by the variable that has a copy on each replica.
-        return getattr(self._whole, name)
-
-    def __tf_tensor__(self, dtype: _Value = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self._variable.sparse_read(self._ids), dtype, name=name)
-
-    def assign(self, value: _Value) -> None:
-        """Writes these rows."""
-        self._variable.scatter_update(self._list(value))
-
-    def assign_add(self, value: _Value) -> None:
-        """Adds to these rows."""
-        self._variable.scatter_add(self._list(value))
-
-    def assign_sub(self, value: _Value) -> None:
-        """Subtracts from these rows."""
-        self._variable.scatter_sub(self._list(value))
-
-    def _list(self, value: _Value) -> tf.IndexedSlices:
-        return tf.IndexedSlices(tf.convert_to_tensor(value, self._variable.dtype), self._ids)
+    count = 2 if way == "parts" else 1
+    tables = [keras.Variable(part, name="table") for part in np.split(_START, count)]
+    optimizer.build(tables)
+    for number, ids in enumerate(_LISTS):
+        values = np.linspace(0.5, 1.5, 3 * len(ids), dtype="float32").reshape(-1, 3)
+        values *= np.float32((-1.0) ** number)
+        gradients: list[Tensor] = []
+        if way == "rows":
+            rows = tf.IndexedSlices(tf.constant(values), tf.constant(ids, tf.int64))
+            gradients.append(rows)
+        else:
+            dense = np.zeros_like(_START)
+            dense[list(ids)] = values
+            gradients += map(tf.constant, np.split(dense, count))
+        with applying(optimizer, clipped=True), updating_by(strategy, update):
+            optimizer.apply(gradients, tables)
+    table = np.concatenate([part.numpy() for part in tables])
+    if count > 1:
+        return [table]
+    return [table, *(slot.numpy() for slot in optimizer.variables)]

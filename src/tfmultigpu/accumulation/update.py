@@ -18,14 +18,13 @@ from tfmultigpu.accumulation.stages import (
     check_scale_is_out,
     stages_of,
 )
-from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.row_lists import Gradient, as_tensor, is_list, row_list, unique
+from tfmultigpu.strategies.row_lists import is_list, row_list, unique
 from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
-from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
 # Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
@@ -106,7 +105,7 @@ def _choose(
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply_reduced_gradients(
     optimizer: KerasOptimizer,
-    gradients: Sequence[Gradient],
+    gradients: Sequence[Tensor],
     variables: Sequence[KerasVariable],
     *,
     where: Scalar = None,
@@ -165,7 +164,12 @@ def apply_reduced_gradients(
         strategy = strategy or _compat.strategy_of_optimizer(optimizer)
         update = choose_update(optimizer, variables, strategy)
 
-    taken = [_as_taken(update, *pair) for pair in pairs]
+    taken: list[Tensor] = []
+    for gradient, variable in pairs:
+        if is_list(gradient):
+            rows = unique(row_list(gradient, variable.shape, gradient.dtype))
+            gradient = update.target_of(variable).taken(rows)
+        taken.append(gradient)
 
     def apply() -> tf.Tensor:
         update.apply(taken, [variable for _, variable in pairs], after if where is None else ())
@@ -180,7 +184,7 @@ def apply_reduced_gradients(
 
 
 def _check_stages(
-    optimizer: KerasOptimizer, gradients: Sequence[Gradient], variables: Sequence[KerasVariable]
+    optimizer: KerasOptimizer, gradients: Sequence[Tensor], variables: Sequence[KerasVariable]
 ) -> list[tf.Operation]:
     """Checks that gradients carry no loss scale; returns what the update is to wait for."""
     after = check_scale_is_out("apply_reduced_gradients", gradients, variables)
@@ -200,16 +204,6 @@ def _check_stages(
     for stage in stages:
         return after + check_not_empty(stage.count)
     return after
-
-
-def _as_taken(update: Replicated, gradient: Gradient, variable: KerasVariable) -> Gradient:
-    """Returns a gradient as an update takes it: a list with each row once, or a tensor."""
-    if not is_list(gradient):
-        return gradient
-    rows = unique(row_list(gradient, variable.shape, gradient.dtype))
-    if not is_table(variable):
-        return as_tensor(rows, variable.shape)
-    return update.as_taken(rows, variable)
 
 
 def _decide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu.data.graph_messages import GraphMessage
 from tfmultigpu.errors import DataError
 from tfmultigpu.lists import present
-from tfmultigpu.types import BatchSpec, Data, Operation, Scalar, Shard, Tensor
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 _SAMPLED = 2**16
 NO_ROWS = GraphMessage(
@@ -74,14 +75,14 @@ def cast_all(tensors: Iterable[Tensor], dtype: tf.DType) -> list[Tensor]:
     return [tf.cast(tensor, dtype) for tensor in tensors]
 
 
-def any_rows(leaf: Tensor) -> BatchSpec:
+def any_rows(leaf: Tensor) -> Any:
     """Returns the type spec of a tensor, or of its spec, with an unknown number of rows."""
     if leaf is None:
         return None
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         leaf = tf.type_spec_from_value(leaf)
     if isinstance(leaf, tf.RaggedTensorSpec):
-        spec: BatchSpec = leaf
+        spec: Any = leaf
         shape = [None, *spec.shape[1:]]
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     if isinstance(leaf, tf.SparseTensorSpec):
@@ -168,7 +169,7 @@ def checked_rows(batch: Shard) -> Shard:
     return with_dependencies(checks, batch)
 
 
-def with_dependencies(operations: Sequence[Operation], batch: Shard) -> Shard:
+def with_dependencies(operations: Sequence[Any], batch: Shard) -> Shard:
     """Returns a batch whose tensors are computed after some operations."""
     with tf.control_dependencies(operations):
         return tf.nest.map_structure(
@@ -194,7 +195,7 @@ def as_data_error(error: tf.errors.OpError) -> Exception:
     return converted
 
 
-def lists_to_tuples(batch: Shard) -> Data:
+def lists_to_tuples(batch: Shard) -> Any:
     """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
     if isinstance(batch, list) and not any(map(holds_arrays, batch)):
         return np.asarray(batch)
@@ -208,7 +209,7 @@ def lists_to_tuples(batch: Shard) -> Data:
     return tuple(items)
 
 
-def holds_arrays(item: Data) -> bool:
+def holds_arrays(item: Any) -> bool:
     """Returns whether an item of a list is an array or a structure of arrays, and not a row."""
     if isinstance(item, (list, tuple)):
         return any(map(holds_arrays, item))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
-from tfmultigpu.types import Batches, BatchSpec, Nested, Shard, Tensor, Untyped
+from tfmultigpu.types import Batches, Nested, Shard, Tensor
 
 _KEPT = 32  # Functions that cut: shares may be planned anew each epoch.
 
@@ -43,7 +44,7 @@ class Cut:
         self,
         strategy: tf.distribute.Strategy,
         shares: tuple[int, ...],
-        element_spec: BatchSpec,
+        element_spec: Any,
         on_devices: bool = False,
         copies: bool = False,
     ) -> None:
@@ -86,7 +87,7 @@ class Cut:
             return self.cut(checked_rows(batch))
 
         kept, key = attached(self.strategy).cuts, (self, self.shares)
-        function: Untyped = kept.pop(key, None) or tf.function(cut, autograph=False)
+        function: Any = kept.pop(key, None) or tf.function(cut, autograph=False)
         if len(kept) >= _KEPT:
             kept.pop(next(iter(kept)), None)  # Another thread may have let it go.
         kept[key] = function
@@ -173,7 +174,7 @@ class Cut:
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
 
 
-def check_batched(element_spec: BatchSpec) -> None:
+def check_batched(element_spec: Any) -> None:
     """Checks from the type specs alone that elements are batches."""
     specs = components_of(element_spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -195,17 +196,17 @@ def check_batched(element_spec: BatchSpec) -> None:
         )
 
 
-def components_of(element_spec: BatchSpec) -> list[BatchSpec]:
+def components_of(element_spec: Any) -> list[Any]:
     """Returns the type specs of a batch's tensors, leaving out None."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
 
 
-def _is_none(spec: BatchSpec) -> bool:
+def _is_none(spec: Any) -> bool:
     # In TensorFlow 2.19 the class has no public name.
     return isinstance(spec, type(tf.type_spec_from_value(None)))
 
 
-def _packer(spec: BatchSpec) -> Callable[[Iterator[Tensor]], Shard]:
+def _packer(spec: Any) -> Callable[[Iterator[Tensor]], Shard]:
     """Returns a function that packs leaves into a structure, faster than ``tf.nest``."""
     if isinstance(spec, tf.TypeSpec):
         if _is_none(spec):

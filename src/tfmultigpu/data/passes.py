@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.types import Batches, Graph, Operation, Scalar
+from tfmultigpu.types import Batches, Scalar
 
 # An iterator of these creates the iterators of their inputs once, when it is created itself.
 _FORWARD = (
@@ -31,7 +32,7 @@ class SharedNumber:
         """Returns the number, a scalar."""
         return self._table.lookup(tf.constant(0, tf.int64))
 
-    def write(self, number: Scalar) -> Operation:
+    def write(self, number: Scalar) -> Any:
         """Stores a number; returns the operation, in a graph."""
         return self._table.insert(tf.constant(0, tf.int64), tf.cast(number, tf.int64))
 
@@ -67,7 +68,7 @@ def begin_unread(dataset: Batches) -> bool:
     return reached >= {node.name for node in graph.node if _reshuffles(node)}
 
 
-def _graph_of(dataset: Batches) -> Graph:
+def _graph_of(dataset: Batches) -> Any:
     from tensorflow.core.framework import graph_pb2
 
     variant = tf.data.experimental.to_variant(dataset)
@@ -78,14 +79,14 @@ def _graph_of(dataset: Batches) -> Graph:
     return graph_pb2.GraphDef.FromString(serialized.numpy())
 
 
-def _dataset_type(node: Operation) -> str | None:
+def _dataset_type(node: Any) -> str | None:
     """Returns "Map" for MapDataset and MapDatasetV2; None for a node that is not a dataset."""
     name, _, version = node.op.partition("Dataset")
     is_dataset = node.op != name and (version == "" or version[1:].isdigit())
     return name if is_dataset else None
 
 
-def _reshuffles(node: Operation) -> bool:
+def _reshuffles(node: Any) -> bool:
     kind = _dataset_type(node)
     if kind == "Random":
         return bool(node.attr["rerandomize_each_iteration"].b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +17,7 @@ from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.types import Batches, Data, Function, Nested, Scalar, Shard
+from tfmultigpu.types import Batches, Function, Nested, Scalar, Shard
 
 _NONE = -1
 
@@ -169,7 +170,7 @@ class PositionedDataset(ShardedDataset):
 
 
 def position_data(
-    data: Data, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
+    data: Any, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
 ) -> PositionedDataset:
     """Returns data, or a function of the epoch that returns data, as passes from a position on.
 
@@ -203,7 +204,7 @@ def position_data(
     return PositionedDataset(whole, position, first_batch if is_compared else None)
 
 
-def _takes_epoch(data: Data) -> bool:
+def _takes_epoch(data: Any) -> bool:
     """Returns whether data is a function that needs one argument, the epoch."""
     try:
         signature = inspect.signature(data)

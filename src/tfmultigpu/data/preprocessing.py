@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -14,7 +14,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.passes import SharedNumber
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Batches, Function, Operation, Scalar, Shard, Tensor, Untyped
+from tfmultigpu.types import Batches, Function, Scalar, Shard, Tensor
 
 _Place: TypeAlias = tuple[Scalar, Scalar]  # The number of the pass, of the first row of a batch.
 
@@ -33,7 +33,7 @@ class Preprocessing:
     seed: int
     passes: SharedNumber = dataclasses.field(default_factory=SharedNumber)
 
-    def begin_pass(self) -> Operation:
+    def begin_pass(self) -> Any:
         """Begins the next pass; returns the operation, in a graph."""
         return self.passes.write(self.passes.read() + 1)
 
@@ -51,7 +51,7 @@ class Preprocessing:
             start, stop = own_range(partition.shard_offsets(rows, shares), local)
             places = tf.range(first_row + start, first_row + stop)
             key = tf.stack([tf.constant(self.seed, tf.int64), number])
-            draw: Untyped = tf.random.stateless_uniform
+            draw: Any = tf.random.stateless_uniform
             mixed = draw([], key, minval=None, maxval=None, dtype=tf.int64)
             seeds = tf.stack([tf.fill(tf.shape(places), mixed), places], 1)
             part = rows, seeds, partition.slice_rows(batch, start, stop)

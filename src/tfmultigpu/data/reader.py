@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +21,7 @@ from tfmultigpu import _compat
 from tfmultigpu.arguments import brief, check_callable
 from tfmultigpu.data.batch_format import any_rows, lists_to_tuples
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Array, BatchSpec, Data, Function, Shard, Tensor
+from tfmultigpu.types import Array, Function, Shard, Tensor
 
 # The batches that determine the type specs; Keras looks at as many.
 _LOOKED_AT = 2
@@ -37,8 +38,8 @@ class Reader:
     def __init__(
         self,
         begin: Callable[[], Iterator[Shard]],
-        spec: BatchSpec,
-        hooks: Data = None,
+        spec: Any,
+        hooks: Any = None,
     ) -> None:
         """Use ``of_function`` or ``of_keras``; ``hooks`` is a ``PyDataset``, or None."""
         self.spec = spec
@@ -80,7 +81,7 @@ class Reader:
         return cls(begin, _spec_of_batches(looked_at, name))
 
     @classmethod
-    def of_keras(cls, data: Data) -> Reader | None:
+    def of_keras(cls, data: Any) -> Reader | None:
         """Reads data as ``fit`` of Keras reads it; None if Keras does not read it by batches."""
         reading = _compat.reading_of_keras(data)
         if reading is None:
@@ -177,7 +178,7 @@ def _to_tensor_or_array(leaf: Tensor) -> Tensor | Array:
     return np.asarray(leaf)
 
 
-def _spec_of_batches(batches: list[Shard], name: str) -> BatchSpec:
+def _spec_of_batches(batches: list[Shard], name: str) -> Any:
     if not batches:
         raise DataError("The data yields no batches.", repr(name))
     first = tf.nest.map_structure(_spec_of, batches[0])
@@ -187,6 +188,6 @@ def _spec_of_batches(batches: list[Shard], name: str) -> BatchSpec:
     )
 
 
-def _spec_of(leaf: Tensor) -> BatchSpec:
+def _spec_of(leaf: Tensor) -> Any:
     spec = tf.type_spec_from_value(leaf)
     return spec if leaf is None else any_rows(spec)

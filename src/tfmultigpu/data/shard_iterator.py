@@ -13,6 +13,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +21,7 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.sources import untuned
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Batches, Data, Shard, Untyped
+from tfmultigpu.types import Batches, Shard
 
 # Those that a user holds, or a traceback, when the program ends.
 _open: weakref.WeakSet[ShardIterator] = weakref.WeakSet()
@@ -35,7 +36,7 @@ class NextBatch:
         cut: Makes a batch of its value.
     """
 
-    optional: Untyped
+    optional: Any
     cut: Cut
 
     def has_value(self) -> tf.Tensor:
@@ -47,12 +48,12 @@ class NextBatch:
         """Returns the batch; inside a ``tf.function`` in a branch of ``has_value()`` alone."""
         return self.cut.to_batch(self.optional.get_value())
 
-    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Untyped]]:
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
         """Lets a ``tf.while_loop`` carry it."""
         return (self.cut,), (self.optional,)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Untyped]) -> NextBatch:
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> NextBatch:
         """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
 
@@ -68,13 +69,13 @@ class ShardIterator(Iterator[Shard]):
         never_ends: Whether the data is known to have no end.
     """
 
-    source: Data
+    source: Any
     cut: Cut
     elements: Batches | None = None
     never_ends: bool = False
 
     @classmethod
-    def over(cls, source: Data, elements: Batches, cut: Cut, *, never_ends: bool) -> ShardIterator:
+    def over(cls, source: Any, elements: Batches, cut: Cut, *, never_ends: bool) -> ShardIterator:
         """Begins a pass over ``source``, which hands out the elements."""
         if tf.inside_function():  # Such an iterator ends with the call of the function.
             return cls(iter(source), cut)
@@ -146,12 +147,12 @@ class ShardIterator(Iterator[Shard]):
         """Returns the next batch if there is one: see ``has_value()`` and ``get_value()``."""
         return NextBatch(self.source.get_next_as_optional(), self.cut)
 
-    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Untyped]]:
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""
         return (self.cut,), (self.source,)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Untyped]) -> ShardIterator:
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> ShardIterator:
         """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
 

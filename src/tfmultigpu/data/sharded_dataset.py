@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -29,24 +29,13 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
-from tfmultigpu.types import (
-    Batches,
-    BatchSpec,
-    Data,
-    Function,
-    Nested,
-    Scalar,
-    Shard,
-    Strategy,
-    Tensor,
-    Untyped,
-)
+from tfmultigpu.types import Batches, Function, Nested, Scalar, Shard, Strategy, Tensor
 
 _MOST_SHOWN = 4  # Tensors of a batch, in the line of a dataset.
 
 
 def distribute_dataset(
-    dataset: Data,
+    dataset: Any,
     strategy: Strategy | None = None,
     *,
     batch_size: int | None = None,
@@ -189,7 +178,7 @@ def row_weight(batch: Shard, strategy: tf.distribute.Strategy | None = None) -> 
     return per_replica(strategy, weights)
 
 
-def should_prefetch(element_spec: BatchSpec, strategy: tf.distribute.Strategy) -> bool:
+def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether to prefetch to devices: dense numbers, to GPUs and TPUs."""
     devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
     on_accelerators = any("CPU" not in device.upper() for device in devices)
@@ -234,9 +223,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self._cardinality = int(batches.cardinality()) if reader is None else reader.cardinality
         local = local_replicas(strategy)
         has_workers = len(local) < strategy.num_replicas_in_sync
-        spec: BatchSpec = batches.element_spec
+        spec: Any = batches.element_spec
         if preprocessing is not None:
-            own: Data = compared_over_workers(batches, strategy)
+            own: Any = compared_over_workers(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
             spec = own.element_spec[1]
         if prefetch_to_device is None:
@@ -340,14 +329,14 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return len(self.batches) if self._cardinality < 0 else self._cardinality
 
     @property
-    def element_spec(self) -> BatchSpec:
+    def element_spec(self) -> Any:
         """Type specs of what an iterator yields, as for ``tf.function(input_signature=[...])``."""
         if self.strategy.num_replicas_in_sync == 1:
             return self.cut.element_spec
         replicas = len(self.cut.local)
         kind: Function = type(tf.type_spec_from_value(per_replica(self.strategy, [1] * replicas)))
 
-        def of_replicas(spec: BatchSpec) -> BatchSpec:
+        def of_replicas(spec: Any) -> Any:
             return kind(*[any_rows(spec)] * replicas) if hasattr(spec, "shape") else spec
 
         return tf.nest.map_structure(of_replicas, self.cut.element_spec)
@@ -359,7 +348,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         with of_options, tf.control_dependencies(self._begin_pass()):
             source = iter(self._source)
 
-        def body(optional: Untyped, state: Nested) -> tuple[Nested, Nested]:
+        def body(optional: Any, state: Nested) -> tuple[Nested, Nested]:
             state = reduce_func(state, self.cut.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from numbers import Integral
+from typing import Any
 
 from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.lists import pick
-from tfmultigpu.types import Untyped
 
 _PARTS = 2**20  # Fractional shares are rounded to this many parts.
 
@@ -78,7 +78,7 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
     return plan_shares(_PARTS, shares)
 
 
-def _checked(shares: Untyped, replicas: int | None = None) -> tuple[float, ...]:
+def _checked(shares: Any, replicas: int | None = None) -> tuple[float, ...]:
     """Checks that there is one positive finite number per replica."""
     numbers: tuple[float, ...] = ()
     if isinstance(shares, Iterable):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.batch_format import count_rows, holds_arrays, lists_to_tuples, tensors_of
 from tfmultigpu.data.reader import Reader
 from tfmultigpu.errors import DataError
-from tfmultigpu.types import Batches, Data, Tensor, Untyped
+from tfmultigpu.types import Batches, Tensor
 
 
 class GlobalBatches(NamedTuple):
@@ -27,7 +27,7 @@ class GlobalBatches(NamedTuple):
     reader: Reader | None = None
 
 
-def global_batches(data: Data, batch_size: int | None = None) -> GlobalBatches:
+def global_batches(data: Any, batch_size: int | None = None) -> GlobalBatches:
     """Returns data of any kind as global batches."""
     check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
@@ -82,7 +82,7 @@ def untuned(dataset: Batches, *, optimized: bool = True) -> Batches:
     return dataset.with_options(options)
 
 
-def to_examples(source: Data) -> Batches:
+def to_examples(source: Any) -> Batches:
     """Returns data as a dataset of single examples."""
     check_not_distributed(source)
     if isinstance(source, tf.data.Dataset):
@@ -97,7 +97,7 @@ def to_examples(source: Data) -> Batches:
     return tf.data.Dataset.from_tensor_slices(tensors_of_arrays(source))
 
 
-def check_not_distributed(data: Data) -> None:
+def check_not_distributed(data: Any) -> None:
     """Checks that data is not distributed already."""
     if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
         raise DataError(
@@ -107,7 +107,7 @@ def check_not_distributed(data: Data) -> None:
         )
 
 
-def is_arrays(data: Data) -> bool:
+def is_arrays(data: Any) -> bool:
     """Returns whether data is arrays or numbers, in any structure, which need a batch size."""
     kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
     return all(
@@ -116,7 +116,7 @@ def is_arrays(data: Data) -> bool:
     )
 
 
-def tensors_of_arrays(data: Data) -> Data:
+def tensors_of_arrays(data: Any) -> Any:
     """Returns arrays, one or a tuple, list or dict of them, as tensors with equally many rows.
 
     A list of arrays is ``(x,)``, in which x is a tuple of several inputs, as in Keras.
@@ -144,7 +144,7 @@ def tensors_of_arrays(data: Data) -> Data:
     return arrays
 
 
-def _array_to_tensor(value: Data) -> Tensor:
+def _array_to_tensor(value: Any) -> Tensor:
     if value is None or tf.is_tensor(value):
         return value
     value = columns_as_array(value)
@@ -154,7 +154,7 @@ def _array_to_tensor(value: Data) -> Tensor:
         return tf.convert_to_tensor(value)
 
 
-def columns_as_array(value: Data) -> Data:
+def columns_as_array(value: Any) -> Any:
     """Returns a ``DataFrame`` or a ``Series`` as an array of rank 2; any other value unchanged.
 
     Columns of one type keep it. Numbers and booleans together, of which NumPy makes Python objects,
@@ -162,7 +162,7 @@ def columns_as_array(value: Data) -> Data:
     """
     import keras
 
-    pandas: Untyped = sys.modules.get("pandas")
+    pandas: Any = sys.modules.get("pandas")
     if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series)):
         return value
     frame = value

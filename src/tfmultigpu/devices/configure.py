@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,9 +17,8 @@ from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physic
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
-from tfmultigpu.types import PhysicalDevice, Untyped
 
-_config: Untyped = tf.config
+_config: Any = tf.config
 _MIB = 1024**2
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
@@ -165,19 +165,17 @@ def devices_started() -> bool:
     return False
 
 
-def _by_name(devices: Sequence[PhysicalDevice]) -> dict[str, PhysicalDevice]:
+def _by_name(devices: Sequence[Any]) -> dict[str, Any]:
     """Returns TensorFlow's physical devices by their short names."""
     return {parse_device_name(device.name): device for device in devices}
 
 
-def _growing(gpus: Mapping[str, PhysicalDevice]) -> list[str]:
+def _growing(gpus: Mapping[str, Any]) -> list[str]:
     """Returns the names of the GPUs that have memory growth."""
     return [name for name, gpu in gpus.items() if _config.experimental.get_memory_growth(gpu)]
 
 
-def _resolve(
-    asked: Sequence[str] | None, existing: Mapping[str, PhysicalDevice]
-) -> tuple[str, ...]:
+def _resolve(asked: Sequence[str] | None, existing: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names asked for; the error says why there are no more GPUs."""
     return resolve_devices(asked, tuple(existing), why_no_more_gpus())
 
@@ -220,7 +218,7 @@ def _checked_sizes(
     return sizes
 
 
-def _divide(wanted: Mapping[PhysicalDevice, tuple[int | None, ...]], call: str) -> None:
+def _divide(wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
     """Splits or limits devices: memory limits in bytes, one per part, by physical device."""
     settings = {}
     for physical, sizes in wanted.items():

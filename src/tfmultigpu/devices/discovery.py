@@ -10,15 +10,15 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.arguments import brief
 from tfmultigpu.devices.gpu_memory import NvmlGpu, match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.types import Untyped
 
-_config: Untyped = tf.config
+_config: Any = tf.config
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
         >>> list_devices("CPU")[0].name
         'CPU:0'
     """
-    details: dict[str, Mapping[str, Untyped]] = {}
+    details: dict[str, Mapping[str, Any]] = {}
     models: dict[str, str | None] = {}  # Of the GPUs.
     for physical in _config.list_physical_devices(_check_kind(kind)):
         name = parse_device_name(physical.name)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-from tfmultigpu.types import Untyped
+from typing import Any, NamedTuple
 
 
 class NvmlGpu(NamedTuple):
@@ -30,7 +28,7 @@ def read_gpus() -> tuple[NvmlGpu, ...]:
     out would renumber those after it.
     """
     try:
-        nvml: Untyped = importlib.import_module("pynvml")
+        nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return ()
     try:
@@ -49,7 +47,7 @@ def read_gpus() -> tuple[NvmlGpu, ...]:
         nvml.nvmlShutdown()
 
 
-def _read_gpu(nvml: Untyped, handle: Untyped) -> NvmlGpu:
+def _read_gpu(nvml: Any, handle: Any) -> NvmlGpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.devices.names import listed, parse_device_name
-from tfmultigpu.types import Untyped
 
 _INSTALL = (
     "if there should be a GPU, nvidia-smi must list it, and TensorFlow needs its libraries: "
@@ -18,7 +18,7 @@ _NAME = "unset it before Python starts, or name GPUs that nvidia-smi -L lists"
 
 def why_no_more_gpus() -> str | None:
     """Returns why TensorFlow uses no more GPUs, and what to do; `None` if it uses all."""
-    untyped: Untyped = tf
+    untyped: Any = tf
     config, test = untyped.config, untyped.test
     physical = config.list_physical_devices("GPU")
     visible = config.get_visible_devices("GPU")

@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,7 +22,7 @@ from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasModel, KerasOptimizer, Untyped
+from tfmultigpu.types import KerasModel, KerasOptimizer
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {
@@ -59,7 +60,7 @@ def check_programs_alike(
         )
 
 
-def describe(value: Untyped) -> str:
+def describe(value: Any) -> str:
     """Returns a text that is equal if two processes of one program made the same.
 
     A function is described by its code and the numbers that it was made with, an object by its
@@ -109,7 +110,7 @@ def _read_by(function: types.FunctionType) -> list[object]:
     return values
 
 
-def _config(value: Untyped) -> str | None:
+def _config(value: Any) -> str | None:
     """The configuration of an object; None if it has none that can be had."""
     if dataclasses.is_dataclass(value):  # A loss and its weights.
         return describe(vars(value))

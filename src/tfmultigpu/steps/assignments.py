@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from typing import Self
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.strategies.topology import is_on_read
-from tfmultigpu.types import Function, KerasVariable, Operation, Scalar, Tensor, Untyped
+from tfmultigpu.types import Function, KerasVariable, Scalar, Tensor
 
 _scope_of_thread: ContextVar[DeferredAssignments | None] = ContextVar("deferred", default=None)
 
@@ -42,7 +42,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
         self.variables: list[KerasVariable] = []
         self.replaced: set[int] = set()
-        self.early: set[Operation] = set()
+        self.early: set[Any] = set()
         self._before = list(before)  # Keeps the variables alive, so ids stay unique.
         self._values = {id(variable): value for variable, value in self._before}
         self._counts = counts
@@ -236,7 +236,7 @@ def is_added(variable: KerasVariable) -> bool:
 
 def _addend(variable: KerasVariable, value: Tensor, weight: Scalar, *, adds: bool) -> Tensor:
     """Returns the part of a replica in the sum that TensorFlow assigns to a variable."""
-    context: Untyped = tf.distribute.get_replica_context()
+    context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return value
     # The value before is in the sum once.

@@ -26,7 +26,7 @@ from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.values import Batch, Shards
 from tfmultigpu.strategies.topology import describe, is_one_process, local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import BatchSpec, Nested, Scalar, Shard, Tensor
+from tfmultigpu.types import Nested, Scalar, Shard, Tensor
 
 _Result = TypeVar("_Result")
 # Of an element of data to shards and offsets.
@@ -76,7 +76,7 @@ class LoopKind:
         inside: Whether it is part of a ``tf.function`` of the user.
     """
 
-    source: BatchSpec
+    source: Any
     elements: Any
     never_ends: bool
     logs_last: bool
@@ -126,7 +126,7 @@ class BatchReader:
             fixed = None
         return BatchKind((_structure_key(structure), is_whole), kinds, keeps, fixed)
 
-    def open(self, iterator: Any, *, logs_last: bool) -> tuple[Any, Split, BatchSpec, LoopKind]:
+    def open(self, iterator: Any, *, logs_last: bool) -> tuple[Any, Split, Any, LoopKind]:
         """Returns TensorFlow's iterator, what cuts its elements, the specs of one, and its kind."""
         check_called_from(self.strategy)
         if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
@@ -205,7 +205,7 @@ def rows_of(batch: Batch) -> Scalar:
     return count_rows(local[0]) if offsets is None else offsets[-1]
 
 
-def spec_of(batch: Batch) -> BatchSpec:
+def spec_of(batch: Batch) -> Any:
     """Returns the type specs of a batch, with its number of rows left open."""
     structure, local, _ = batch
     return tf.nest.pack_sequence_as(structure, list(map(any_rows, local[0])))
@@ -311,7 +311,7 @@ def _tensors(leaves: list[Any]) -> list[Any]:
         return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
 
-def known_spec(leaf: Tensor) -> BatchSpec:
+def known_spec(leaf: Tensor) -> Any:
     """Returns the type spec of a tensor, with its number of rows if that is one of its shape."""
     return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 

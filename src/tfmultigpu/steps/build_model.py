@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,7 +14,7 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.scopes import all_layers, check_scope
-from tfmultigpu.types import BatchSpec, KerasLayer, KerasModel, Nested, Tensor, Untyped
+from tfmultigpu.types import KerasLayer, KerasModel, Nested, Tensor
 
 # Layers that are attributes of a model and that its call passes over: they are never built.
 _passed_over: weakref.WeakSet[KerasLayer] = weakref.WeakSet()
@@ -31,7 +32,7 @@ def is_built(model: KerasModel) -> bool:
 
 
 def prepare_model(
-    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: BatchSpec = None
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any = None
 ) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
     # A model without a call, such as a GAN, consists of parts that are built.
@@ -54,10 +55,10 @@ def prepare_model(
         )
 
 
-def call_on_shapes(model: KerasModel, specs: BatchSpec, **options: object) -> Nested:
+def call_on_shapes(model: KerasModel, specs: Any, **options: object) -> Nested:
     """Calls a model on shapes alone: returns symbolic outputs of Keras for type specs."""
 
-    def tensor(spec: BatchSpec) -> Tensor:
+    def tensor(spec: Any) -> Tensor:
         sparse = isinstance(spec, tf.SparseTensorSpec)
         return keras.KerasTensor(tuple(spec.shape), spec.dtype.name, sparse=sparse)
 
@@ -65,7 +66,7 @@ def call_on_shapes(model: KerasModel, specs: BatchSpec, **options: object) -> Ne
         return model(tf.nest.map_structure(tensor, specs), **options)
 
 
-def _build(model: KerasModel, batch_spec: BatchSpec) -> None:
+def _build(model: KerasModel, batch_spec: Any) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
         if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
@@ -86,9 +87,9 @@ def _build(model: KerasModel, batch_spec: BatchSpec) -> None:
     _passed_over.update(layer for layer in _compat.layers_inside(model) if not layer.built)
 
 
-def _one_row(spec: BatchSpec) -> Nested:
+def _one_row(spec: Any) -> Nested:
     """Returns a row of zeros, as ragged as the spec, with eight along each open axis."""
     zeros = tf.zeros([1, *(size or 8 for size in spec.shape[1:])], spec.dtype)
-    ragged: Untyped = tf.RaggedTensor
+    ragged: Any = tf.RaggedTensor
     options = {name: getattr(spec, name, None) for name in ("ragged_rank", "row_splits_dtype")}
     return ragged.from_tensor(zeros, **options) if options["ragged_rank"] else zeros

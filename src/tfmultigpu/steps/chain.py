@@ -19,7 +19,7 @@ from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import KerasMetric, KerasVariable, Tensor, Untyped
+from tfmultigpu.types import KerasVariable, Tensor
 
 
 def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> ChainedStep:
@@ -84,7 +84,7 @@ class ChainedStep(Step, Looped):
         """Use ``chain_steps``, which checks what it is given."""
         self.steps, self.names = dict(steps), tuple(steps)
         self.strategy = next(iter(self.steps.values())).strategy
-        metrics: list[KerasMetric] = []
+        metrics: list[Any] = []
         locks: list[RLock] = []
         for step in self.train_steps:
             metrics += step.metrics
@@ -105,7 +105,7 @@ class ChainedStep(Step, Looped):
         return tuple(dict.fromkeys(self.steps.values()))
 
     @property
-    def verification(self) -> dict[str, Untyped]:
+    def verification(self) -> dict[str, Any]:
         """The comparison of each step with one device, by its name."""
         return {name: step.verification for name, step in self.steps.items()}
 

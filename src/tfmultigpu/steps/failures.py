@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +21,7 @@ from tfmultigpu.errors import (
 from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import is_one_process, local_replicas
-from tfmultigpu.types import Function, Scalar, Untyped
+from tfmultigpu.types import Function, Scalar
 
 # How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
 _NO_MEMORY = re.compile(
@@ -75,7 +76,7 @@ def line_on_memory(message: str) -> str | None:
 
 
 def _explain(
-    error: Untyped, strategy: tf.distribute.Strategy, count_rows: Function | None
+    error: Any, strategy: tf.distribute.Strategy, count_rows: Function | None
 ) -> Exception:
     """Returns the error for the user; the same one if it speaks for itself."""
     line, exhausted = line_on_memory(error.message), tf.errors.ResourceExhaustedError

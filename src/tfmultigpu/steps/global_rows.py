@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import mark_of_run
-from tfmultigpu.types import Nested, Tensor, Untyped
+from tfmultigpu.types import Nested, Tensor
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def gather_rows(tensor: Tensor) -> Nested:
         >>> tmg.gather_rows(tf.constant([[1.0], [2.0]])).numpy().tolist()
         [[1.0], [2.0]]
     """
-    context: Untyped = tf.distribute.get_replica_context()
+    context: Any = tf.distribute.get_replica_context()
     alone = _nothing_is_cut(context, tensor)
     here = _rows_here() if alone else _known_rows("gather_rows")
     if here is not None and here.parts is not None:
@@ -115,7 +116,7 @@ def gather_rows(tensor: Tensor) -> Nested:
     return tf.nest.pack_sequence_as(tensor, gathered)
 
 
-def _nothing_is_cut(context: Untyped, tensor: Nested) -> bool:
+def _nothing_is_cut(context: Any, tensor: Nested) -> bool:
     """Returns whether a tensor has the rows of the global batch already.
 
     Keras calls the layers of a model for their shapes in the scope, where no replica runs.

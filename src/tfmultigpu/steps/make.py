@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.steps.build_model import is_built
@@ -27,9 +28,7 @@ from tfmultigpu.strategies.scopes import check_backend, check_kinds, check_scope
 from tfmultigpu.types import (
     ForwardFunction,
     KerasVariable,
-    Loss,
     LossScaling as Scaling,
-    Metrics,
     Model,
     Optimizer,
     ShardUpdate,
@@ -41,10 +40,10 @@ from tfmultigpu.types import (
 def make_train_step(
     model: Model,
     optimizer: Optimizer,
-    loss: Loss,
+    loss: Any,
     strategy: Strategy | None = None,
     *,
-    metrics: Metrics = (),
+    metrics: Any = (),
     micro_batches: int | Sequence[int] = 1,
     forward: ForwardFunction | None = None,
     clip_norm: float | None = None,
@@ -167,10 +166,10 @@ def make_train_step(
 
 def make_eval_step(
     model: Model,
-    loss: Loss,
+    loss: Any,
     strategy: Strategy | None = None,
     *,
-    metrics: Metrics = (),
+    metrics: Any = (),
     forward: ForwardFunction | None = None,
     logical_replicas: int | None = None,
     verify: Verify = "first",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,8 +26,6 @@ from tfmultigpu.types import (
     KerasLayer,
     KerasModel,
     KerasVariable,
-    Loss,
-    Metrics,
     Nested,
     Scalar,
     Shard,
@@ -55,9 +54,9 @@ class Objective:
         0.5
     """
 
-    loss: Loss
+    loss: Any
     loss_weights: Nested = None
-    weighted_metrics: Metrics = ()
+    weighted_metrics: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Forward:
     def of(
         cls,
         model: KerasModel,
-        loss: Loss,
+        loss: Any,
         forward: ForwardFunction | None = None,
         variables: Sequence[KerasVariable] | None = None,
     ) -> Forward:
@@ -155,7 +154,7 @@ class Forward:
         own = set(map(id, all_layers(model)))
         added = _Added()
 
-        def add(original: Function, layer: KerasLayer, losses: Loss) -> Tensor:
+        def add(original: Function, layer: KerasLayer, losses: Any) -> Tensor:
             if id(layer) in own:  # As in Keras, the losses of another model are its own.
                 added.losses.extend(tf.nest.flatten(losses))
             return original(layer, losses)

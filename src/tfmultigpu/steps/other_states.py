@@ -11,14 +11,14 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.lists import by_id, names_of, present
-from tfmultigpu.types import Array, Graph, Operation, Tensor, Untyped
+from tfmultigpu.types import Array, Tensor
 
 # What TensorFlow calls stateful, and what changes no result: reads of resources, checks, texts and
 # summaries for people, copies between devices, and what is made and used within one step.
@@ -38,8 +38,6 @@ _READS_VARIABLE = (
 )
 _SEEDS = {"seed", "seed2"}
 Handle: TypeAlias = Tensor  # A tensor of dtype resource outside of graphs.
-_Graph: TypeAlias = Graph  # A graph of a trace, which TensorFlow calls a FuncGraph.
-_Node: TypeAlias = Operation  # A NodeDef: an operation by its name, type, inputs and attributes.
 Kind: TypeAlias = Literal["table", "python", "draws", "other", "variable"]
 _Key: TypeAlias = tuple[Kind, int]  # With the ``id`` of the handle.
 
@@ -89,7 +87,7 @@ class Touched:
     def __init__(self) -> None:
         self.states: list[OtherState] = []
         self.by_rows: dict[int, Handle] = {}
-        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def tables(self) -> list[OtherState]:
@@ -123,7 +121,7 @@ class Touched:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Adds what the operations touch that are made in the context, in a graph."""
-        graph: _Graph = tf.compat.v1.get_default_graph()
+        graph: Any = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         yield
         # The body of a loop and a branch are graphs in another, which has the resources.
@@ -140,10 +138,10 @@ class Touched:
 class _Search:
     """Search of a graph for operations that change state."""
 
-    def __init__(self, graph: _Graph) -> None:
+    def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self._functions: Mapping[str, Untyped] | None = None
-        self._captures: dict[_Graph, dict[int, tf.Tensor]] = {}
+        self._functions: Mapping[str, Any] | None = None
+        self._captures: dict[Any, dict[int, tf.Tensor]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._states: dict[_Key, OtherState] = {}
         self._dtypes: dict[int, tuple[tf.DType, tf.DType]] = {}
@@ -178,7 +176,7 @@ class _Search:
                 return None
         return tensor
 
-    def add(self, node: _Node, handles: list[Handle], within: str = "") -> None:
+    def add(self, node: Any, handles: list[Handle], within: str = "") -> None:
         """Adds what an operation changes, or what the functions that it calls do.
 
         Args:
@@ -247,14 +245,14 @@ class _Search:
                 self.add(node, given, within)
 
 
-def _functions_in(attribute: Operation) -> list[str]:
+def _functions_in(attribute: Any) -> list[str]:
     """Returns the names of the functions in an attribute of an operation."""
     if attribute.WhichOneof("value") == "func":
         return [attribute.func.name]
     return names_of(attribute.list.func)
 
 
-def _kind_of(node: _Node) -> Kind | None:
+def _kind_of(node: Any) -> Kind | None:
     """Returns what kind of state an operation changes that is stateful; None for none."""
     if _PYTHON.fullmatch(node.op):
         return "python"
@@ -270,9 +268,7 @@ def _kind_of(node: _Node) -> Kind | None:
 def read_table(handle: Handle, key: tf.DType, value: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the keys and the values of a table."""
     with tf.device(handle.device):
-        pair: Untyped = tf.raw_ops.LookupTableExportV2(
-            table_handle=handle, Tkeys=key, Tvalues=value
-        )
+        pair: Any = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=key, Tvalues=value)
     # A table with room for deleted keys gives its own memory, which it goes on writing to.
     return tf.constant(np.array(pair.keys.numpy())), tf.constant(np.array(pair.values.numpy()))
 

@@ -6,7 +6,7 @@ import inspect
 import numbers
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,17 +18,7 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.lists import present
 from tfmultigpu.steps.build_model import call_on_shapes
 from tfmultigpu.strategies.scopes import check_scope, refuse_legacy_keras
-from tfmultigpu.types import (
-    BatchSpec,
-    KerasMetric,
-    KerasModel,
-    Loss,
-    Metrics,
-    Nested,
-    Options,
-    Tensor,
-    Untyped,
-)
+from tfmultigpu.types import KerasModel, Nested, Options, Tensor
 
 _WITHOUT_LABELS = keras.metrics.Mean, keras.metrics.Sum
 _BY_SHAPES = {
@@ -47,7 +37,7 @@ class Output(NamedTuple):
     y_true: Nested
     y_pred: Nested
     sample_weight: Tensor
-    loss: Loss  # A Keras loss, or None for an output without one.
+    loss: Any  # A Keras loss, or None for an output without one.
     factor: float = 1.0  # The loss weight.
 
 
@@ -55,7 +45,7 @@ def match_outputs(
     y_true: Nested,
     y_pred: Nested,
     sample_weight: Nested,
-    losses: Loss,
+    losses: Any,
     loss_weights: Nested = None,
     names: Sequence[str] | None = None,
 ) -> list[Output]:
@@ -119,7 +109,7 @@ class StepMetrics:
         all: All of them.
     """
 
-    def __init__(self, plain: Metrics, forward: Untyped, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, plain: Any, forward: Any, strategy: tf.distribute.Strategy) -> None:
         """Use it for metrics: a sequence, or a dict or list by output; and the forward pass."""
         if forward.forward is not None and tf.nest.flatten(plain):
             raise LossError(
@@ -136,7 +126,7 @@ class StepMetrics:
         for metric in self.all:
             _check(metric, strategy)
 
-    def build(self, model: KerasModel, batch_spec: BatchSpec) -> None:
+    def build(self, model: KerasModel, batch_spec: Any) -> None:
         """Creates, in the scope, the variables of metrics that wait for shapes (``F1Score``)."""
         if not any(map(_compat.waits_for_shapes, self.all)):
             return
@@ -154,7 +144,7 @@ class StepMetrics:
         for metric, output, weights in self._matched(outputs):
             metric.update_state(output.y_true, output.y_pred, **weights)
 
-    def _matched(self, outputs: Sequence[Output]) -> list[tuple[KerasMetric, Output, Options]]:
+    def _matched(self, outputs: Sequence[Output]) -> list[tuple[Any, Output, Options]]:
         """Pairs metrics with their outputs, and with their sample weights if they are weighted."""
         matched = []
         for metrics, is_weighted in ((self._plain, False), (self._weighted, True)):
@@ -172,11 +162,11 @@ class StepMetrics:
         return matched
 
 
-def _zeros(spec: BatchSpec) -> tf.Tensor:
+def _zeros(spec: Any) -> tf.Tensor:
     return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
 
 
-def _line_for(given: Untyped) -> str:
+def _line_for(given: Any) -> str:
     """Returns the line to write in place of what is not a metric of labels and predictions."""
     kind = given
     if isinstance(given, str):
@@ -198,7 +188,7 @@ def _line_for(given: Untyped) -> str:
     return f"Create it in strategy.scope(): metrics=[{line}]."
 
 
-def _check(metric: KerasMetric, strategy: tf.distribute.Strategy) -> None:
+def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
     refuse_legacy_keras(metric)
     takes_labels = isinstance(metric, keras.metrics.Metric)
     try:

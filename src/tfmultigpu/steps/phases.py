@@ -18,6 +18,7 @@ others count nothing: in loss, gradient and metrics, and in what code of the use
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,14 +26,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import (
-    check_gradients,
-    global_norm,
-    sum_dtype,
-    warn_of_variables,
-)
+from tfmultigpu.accumulation.gradients import check_gradients, global_norm, warn_of_variables
 from tfmultigpu.accumulation.replicated import Replicated
-from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, map_present
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
@@ -43,12 +39,10 @@ from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import may_not_be_linear, noting_effects, number_of_operations
-from tfmultigpu.steps.trained import Trained, dense, keeps_lists
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import is_list, row_list, values_of, with_values
-from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.strategies.row_lists import values_of, with_values
 from tfmultigpu.strategies.topology import is_on_read, local_replicas, per_replica
-from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
+from tfmultigpu.types import Scalar, Shard, Tensor
 
 
 class Training(OfReplicas, Protocol):
@@ -57,10 +51,7 @@ class Training(OfReplicas, Protocol):
     forward: Forward
     step_metrics: StepMetrics
     update: Replicated
-
-    @property
-    def variables(self) -> list[KerasVariable]:
-        """The trained variables."""
+    trained: list[Target]
 
 
 # The loss scale -----------------------------------------------------------------------------------
@@ -104,7 +95,7 @@ def train_replica(
         total: The rows of the global batch, a float64 scalar.
         trace: Where what is found is noted.
     """
-    values = [variable.value for variable in step.variables]
+    values = [each.variable.value for each in step.trained]
     moments = noting_moments(trace.own_moments)
     with tracing_model(step, rows), moments, noting_effects() as effects:
         # Forward. The sum of each loss is divided here by what is known of its divisor.
@@ -130,8 +121,7 @@ def train_replica(
         # Backward, where a layer may be called once more to save memory.
         with deferred:
             gradients = tuple(
-                _backward(step.features, tape, number, target, values)
-                for number, target in enumerate(targets)
+                [_backward(step, tape, *target, values) for target in enumerate(targets)]
             )
             if rows.dealt is not None:
                 gradients = _zeros_unless(rows.counts(), gradients)
@@ -147,32 +137,22 @@ def train_replica(
 
 
 def _backward(
-    features: Sequence[Feature],
+    step: Training,
     tape: tf.GradientTape,
     number: int,
     target: tf.Tensor,
     values: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Returns the gradients of a target, ready to be added: at least float32, or None.
-
-    They are dense, but for lists of the rows of a large table.
-    """
+    """Returns the gradients of a target, ready to be added."""
     # Only the first is of the tape: under a persistent one each loop of a layer would keep all
     # that it computes.
-    by_graph = number > 0 or any(feature.colocates_gradients for feature in features)
+    by_graph = number > 0 or any(feature.colocates_gradients for feature in step.features)
     with ExitStack() as contexts:
-        for feature in features:
+        for feature in step.features:
             contexts.enter_context(feature.around_backward())
         found = (tf.gradients if by_graph else tape.gradient)(target, list(values))
-        gradients: list[Any] = []
-        for gradient, value in zip(found, values, strict=True):
-            if gradient is None:
-                gradients.append(None)
-            elif is_list(gradient) and is_table(value):
-                gradients.append(row_list(gradient, value.shape, sum_dtype(gradient.dtype)))
-            else:
-                gradients.append(dense(gradient, value.shape))
-    return tuple(gradients)
+        pairs = zip(step.trained, found, strict=True)
+        return tuple([trained.addend(gradient) for trained, gradient in pairs])
 
 
 def _zeros_unless(counts: Scalar, gradients: Any) -> Any:
@@ -203,8 +183,7 @@ def add_over_replicas(
         # An add-on that has added up a gradient leaves None for it on the other replicas.
         existing = [one.gradients[target][number] for target, number in trace.places]
         addends.append([*existing, *one.shared, one.stats])
-    trained = step.variables
-    sums = step.update.add(addends, [trained[number] for _, number in trace.places])
+    sums = step.update.add(addends, [step.trained[number] for _, number in trace.places])
     return settle_states(step, passes, sums, shards, trace)
 
 
@@ -260,7 +239,7 @@ def divide(
         trace: What the replicas found.
     """
     new = dict(zip(map(id, trace.state), state, strict=True))
-    assigned = [new.get(id(variable)) for variable in step.variables]
+    assigned = [new.get(id(each.variable)) for each in step.trained]
 
     def finish(*args: Any) -> Any:
         return _divide_here(step, trace, *args)
@@ -292,9 +271,11 @@ def _divide_here(
     sums_of_losses, weights = layout.unstack(stats)
 
     trained = _collect(step, trace, gradient_sums, assigned)
-    _settle_lists(step, trained)
+    keeps = _keeps_lists(step.features)
+    for each in trained:
+        each.settle(keeps)
     penalty = _regularize(step, trained, layout)
-    _correct(step, trained, _corrections(trace, weights, total, factor))
+    _correct(trained, _corrections(trace, weights, total, factor))
     gradient = _gradient_of(trained, trace)
     norm = gradient.norm  # Features may clip the gradient.
     gradient = _ask_features(step, gradient)
@@ -305,31 +286,33 @@ def _divide_here(
     tally = Tally.of_step(
         layout, sums_of_losses, weights, penalty, total, skipped=skipped, last=last
     )
-    return _for_optimizer(step, gradient, trace), (tally.sums, tally.last)
+    return _for_optimizer(trained, gradient), (tally.sums, tally.last)
 
 
 def _collect(
     step: Training, trace: Trace, gradient_sums: Sequence[Tensor], assigned: Sequence[Any]
-) -> list[Trained]:
+) -> list[Target]:
     """Returns each trained variable with the sums of its gradients: one for each target."""
-    trained: list[Trained] = []
-    for variable, value in zip(step.variables, assigned, strict=True):
-        trained.append(Trained(variable, assigned=value))
+    trained: list[Target] = []
+    for each, value in zip(step.trained, assigned, strict=True):
+        trained.append(dataclasses.replace(each, sums=[], assigned=value))
     for (target, number), gradient_sum in zip(trace.places, gradient_sums, strict=True):
         trained[number].sums.append((target, gradient_sum))
     return trained
 
 
-def _settle_lists(step: Training, trained: Sequence[Trained]) -> None:
-    """Makes the lists of a table dense, if something needs all of its rows before the update."""
-    keeps = keeps_lists(step.features)
-    for each in trained:
-        if each.has_lists and (each.needs_all_rows or not keeps):
-            with step.update.at(each.variable):
-                each.make_dense()
+def _keeps_lists(features: Sequence[Feature]) -> bool:
+    """Returns whether no feature asks for a gradient as a tensor of the shape of its variable."""
+    for feature in features:
+        kind = type(feature)
+        sees = kind.on_gradient is not Feature.on_gradient
+        sees = sees or kind.after_update is not Feature.after_update
+        if sees and not feature.takes_lists:
+            return False
+    return True
 
 
-def _regularize(step: Training, trained: Sequence[Trained], layout: Layout) -> Any:
+def _regularize(step: Training, trained: Sequence[Target], layout: Layout) -> Any:
     """Gives each variable the gradient of its penalty, and returns all penalties together.
 
     Penalties of variables that this step does not train are in the loss too. A loss that is whole
@@ -338,13 +321,12 @@ def _regularize(step: Training, trained: Sequence[Trained], layout: Layout) -> A
     total: Scalar = tf.zeros([])
     if layout.is_whole:
         return total
-    known = {id(each.variable): each for each in trained}
-    trainable = units_of(step.forward.model.trainable_variables)
-    others = [variable for variable in trainable if id(variable) not in known]
-    for variable in (*(each.variable for each in trained), *others):
-        each = known.get(id(variable), Trained(variable))
-        with step.update.at(variable):
-            if (found := penalty_of(variable, each.assigned)) is not None:
+    known = {id(each.variable) for each in trained}
+    trainable = step.update.targets_of(step.forward.model.trainable_variables)
+    others = [each for each in trainable if id(each.variable) not in known]
+    for each in (*trained, *others):
+        with each.placed():
+            if (found := penalty_of(each.variable, each.assigned)) is not None:
                 penalty, gradient = found
                 each.penalize(gradient)
                 total += penalty
@@ -366,17 +348,17 @@ def _corrections(
     return corrections
 
 
-def _correct(step: Training, trained: Sequence[Trained], corrections: Sequence[Scalar]) -> None:
+def _correct(trained: Sequence[Target], corrections: Sequence[Scalar]) -> None:
     """Makes the gradient of each variable, and checks that one reaches it."""
     for each in trained:
-        with step.update.at(each.variable):
+        with each.placed():
             each.finish(corrections)
     variables = [each.variable for each in trained]
     check_gradients(variables, [each.gradient for each in trained])
     warn_of_variables(variables, [each.variable for each in trained if each.gradient is None])
 
 
-def _gradient_of(trained: Sequence[Trained], trace: Trace) -> Gradient:
+def _gradient_of(trained: Sequence[Target], trace: Trace) -> Gradient:
     """Returns the gradient of the global batch: of the variables that one reaches."""
     updated = [each for each in trained if each.gradient is not None]
     trace.note_updated([each.variable for each in updated])
@@ -396,13 +378,12 @@ def _ask_features(step: Training, gradient: Gradient) -> Gradient:
     return gradient
 
 
-def _for_optimizer(step: Training, gradient: Gradient, trace: Trace) -> Gradient:
+def _for_optimizer(trained: Sequence[Target], gradient: Gradient) -> Gradient:
     """Returns the gradient as the optimizer takes it: of its dtype, and a list if it can."""
     tensors: list[Tensor] = []
-    for tensor, variable in zip(gradient.tensors, trace.updated, strict=True):
-        if is_list(tensor):
-            tensor = step.update.as_taken(tensor, variable)
-        tensors.append(tf.cast(tensor, variable.dtype))
+    updated = [each for each in trained if each.gradient is not None]
+    for each, tensor in zip(updated, gradient.tensors, strict=True):
+        tensors.append(tf.cast(each.taken(tensor), each.variable.dtype))
     return gradient._replace(tensors=tuple(tensors), variables=())
 
 

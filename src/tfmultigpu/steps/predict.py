@@ -21,7 +21,7 @@ from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Rows, Shards, Trace
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasMetric, KerasModel, Nested, Scalar, Shard, Tensor
+from tfmultigpu.types import KerasModel, Nested, Scalar, Shard, Tensor
 
 
 class PredictStep(ModelStep):
@@ -36,7 +36,7 @@ class PredictStep(ModelStep):
     """
 
     names: tuple[str, ...] = ()
-    metrics: tuple[KerasMetric, ...] = ()
+    metrics: tuple[Any, ...] = ()
 
     def __init__(
         self, model: KerasModel, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()

@@ -21,7 +21,7 @@ from tfmultigpu.steps.tally import Layout, Tallies, add, layouts_of, logs_of, ta
 from tfmultigpu.steps.values import Batch, Shards, Trace
 from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory
 from tfmultigpu.strategies.topology import is_one_process
-from tfmultigpu.types import ConcreteFunction, Graph, Shard, Tensor
+from tfmultigpu.types import Shard, Tensor
 
 MOST = 16  # Records: who trains one layer after another does not keep a program of each.
 
@@ -55,7 +55,7 @@ class Program:
             lost; nothing otherwise.
     """
 
-    run: ConcreteFunction
+    run: Any
     trace: Trace
     most: float = math.inf
     kept: Sequence[KeptBatch] = ()
@@ -114,7 +114,7 @@ class Record:
 
     batches: dict[BatchKind, Program] = dataclasses.field(default_factory=dict)
     functions: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    traces: dict[Graph, Trace] = dataclasses.field(default_factory=dict)
+    traces: dict[Any, Trace] = dataclasses.field(default_factory=dict)
     loops: list[Loop] = dataclasses.field(default_factory=list)
 
     @property
@@ -247,7 +247,7 @@ class Programs:
         run: Any = tf.function(around, autograph=False)
         return Program(run.get_concrete_function(*known), trace)
 
-    def _function_of(self, batch: Batch, traces: dict[Graph, Trace]) -> Any:
+    def _function_of(self, batch: Batch, traces: dict[Any, Trace]) -> Any:
         """Returns a ``tf.function`` of the tensors of a batch, which notes its traces."""
         structure, local, offsets = batch
         copies, is_whole = len(local), offsets is None
@@ -315,7 +315,7 @@ class Programs:
         return Program(concrete, trace, 1 if sends and not in_memory else math.inf, keeps)
 
 
-def _sends_other_shapes(function: ConcreteFunction, strategy: tf.distribute.Strategy) -> bool:
+def _sends_other_shapes(function: Any, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether what replicas send has another shape in each step.
 
     Rows that are gathered have, and lists of them. In one call TensorFlow allows a collective one

@@ -26,8 +26,8 @@ from tfmultigpu.steps.traced_once import (
     why_each,
 )
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
-from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.strategies.topology import is_sharded, per_replica
+from tfmultigpu.strategies.row_parts import sharded_of
+from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import KerasLayer, KerasModel
 
 
@@ -105,7 +105,7 @@ def _each_logical(
         trace.note_known()
     once = trace.once.get(is_first)
     if once is None and not trace.meets and not trace.finds_error:
-        if any(map(is_sharded, units_of(step.model.variables))):
+        if sharded_of(step.model.variables):
             why = "variables are sharded, and a replica reads those of the others in its own turn"
             raise needs_one_function(step.strategy, count, why)
         once = trace.once[is_first] = TracedOnce(step.strategy, replica, shards, logical=count)

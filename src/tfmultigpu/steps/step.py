@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Call, Shards, Trace
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import Data, KerasLayer, KerasModel, KerasVariable, Nested, Shard, Untyped
+from tfmultigpu.types import KerasLayer, KerasModel, KerasVariable, Nested, Shard
 
 _OUTCOMES = {
     "same": "as on one device",
@@ -145,7 +145,7 @@ class ModelStep(Step):
             self._taken_in = TakenIn.of(self.model, beside).with_tables()
 
     @property
-    def verification(self) -> Untyped:
+    def verification(self) -> Any:
         """The comparison of the last verified step with one device; None before the first."""
         for feature in self.features:
             if feature.verification is not None:
@@ -205,7 +205,7 @@ class Looped:
     runner: Runner
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def run(self, iterator: Data, steps: int) -> dict[str, Nested]:
+    def run(self, iterator: Any, steps: int) -> dict[str, Nested]:
         """Computes up to ``steps`` batches in one call, which saves the cost of calls.
 
         Args:

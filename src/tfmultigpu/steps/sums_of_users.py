@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +21,7 @@ from tfmultigpu.lists import of_type
 from tfmultigpu.steps.values import Rows
 from tfmultigpu.strategies.row_lists import values_of, with_values
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import Function, Nested, Tensor, Untyped
+from tfmultigpu.types import Function, Nested, Tensor
 
 
 @contextmanager
@@ -33,14 +34,14 @@ def counting_once(rows: Rows) -> Iterator[None]:
     Here each replica gives its argument as a constant, at which a walk ends, and the gradient is
     stated beside it: the sum over replicas.
     """
-    context: Untyped = tf.distribute.get_replica_context()
+    context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
         yield
         return
     original, gather = context.all_reduce, context.all_gather
     replaced_merge: Function | None = vars(context).get("merge_call")
 
-    def merge(*args: Untyped, **kwargs: Untyped) -> Untyped:
+    def merge(*args: Any, **kwargs: Any) -> Any:
         # Asked at each call: who notes the operations of a replica wraps it in its class meanwhile.
         return (replaced_merge or type(context).merge_call.__get__(context))(*args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,7 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.assignments import deferred_here
-from tfmultigpu.types import Function, KerasVariable, Nested, Operation
+from tfmultigpu.types import Function, KerasVariable, Nested
 from tfmultigpu.user_code import place_of_user
 
 
@@ -59,9 +60,9 @@ def new_variable(received: str) -> ScopeError:
 
 
 @contextmanager
-def noting_effects() -> Iterator[list[Operation]]:
+def noting_effects() -> Iterator[list[Any]]:
     """Yields a list that has, at the end, the operations of the context that may fail or change."""
-    effects: list[Operation] = []
+    effects: list[Any] = []
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield effects

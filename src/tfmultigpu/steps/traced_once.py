@@ -33,8 +33,8 @@ from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
 from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call, call_on_replica
 from tfmultigpu.strategies.collectives import replicas_share_memory
-from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.strategies.topology import is_sharded, local_replicas
+from tfmultigpu.strategies.row_parts import sharded_of
+from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import KerasModel
 from tfmultigpu.user_code import OURS
 
@@ -69,7 +69,7 @@ def why_each(
             return f"{type(feature).__name__} changes the function of each replica"
         if feature.colocates_gradients:
             return f"{type(feature).__name__} computes on several devices"
-    if any(map(is_sharded, units_of(model.variables))):
+    if sharded_of(model.variables):
         return "variables are sharded, and each replica reads those of the others in its own turn"
     if any(feature.traces_once for feature in features):
         return ""

@@ -14,7 +14,7 @@ from tfmultigpu.accumulation.gradients import refuse_float8
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
-from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
@@ -31,15 +31,8 @@ from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Gradient, Pass, Shards, Trace
-from tfmultigpu.strategies.row_parts import units_of, whole_of
-from tfmultigpu.types import (
-    BatchSpec,
-    KerasOptimizer,
-    KerasVariable,
-    Shard,
-    ShardUpdate,
-    Tensor,
-)
+from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Shard, ShardUpdate, Tensor
 
 
 class TrainStep(ModelStep, Looped):
@@ -53,10 +46,12 @@ class TrainStep(ModelStep, Looped):
         forward: The forward pass: the model and its loss.
         metrics: The Keras metrics that it updates.
         update: Who adds gradients and who updates variables: ``update.reason`` says why.
+        trained: The variables that it trains; frozen ones are left out.
     """
 
     names: tuple[str, ...] = ("",)
     update: Replicated
+    trained: list[Target]
 
     def __init__(
         self,
@@ -94,7 +89,7 @@ class TrainStep(ModelStep, Looped):
         self._batch_spec = None
         self.beside = {}
         if update is not None:
-            self.update = update
+            self._note_update(update)
 
     def __repr__(self) -> str:
         """Returns what it trains, by what, where, and what the check of it found."""
@@ -104,7 +99,7 @@ class TrainStep(ModelStep, Looped):
 
     @property
     def variables(self) -> list[KerasVariable]:
-        """The variables that it trains; frozen ones are left out, a divided table is its parts."""
+        """The variables that it trains; a table on several devices is its parts."""
         return units_of(self.forward.trained)
 
     @property
@@ -153,7 +148,7 @@ class TrainStep(ModelStep, Looped):
         self.take_in(changed=self._settings.changed(self.optimizer))
         self._settings.note(self.optimizer)
 
-    def build(self, batch_spec: BatchSpec = None) -> None:
+    def build(self, batch_spec: Any = None) -> None:
         """Builds model and optimizer, if they are not, and chooses who updates.
 
         Args:
@@ -166,11 +161,13 @@ class TrainStep(ModelStep, Looped):
         if self._unchecked is not None and due and not tf.inside_function():
             check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
             self._unchecked = None
-        self.update = choose_update(
-            self.optimizer, self.forward.trained, self.strategy, self._shard_update
+        self._note_update(
+            choose_update(self.optimizer, self.forward.trained, self.strategy, self._shard_update)
         )
-        trained = [variable for variable in map(whole_of, self.variables) if is_table(variable)]
-        note_written(filter(self.update.takes_rows, trained))
+        note_written(self.trained)
+
+    def _note_update(self, update: Replicated) -> None:
+        self.update, self.trained = update, update.targets_of(self.forward.trained)
 
     # The step -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tfmultigpu.lists import by_id, present
 from tfmultigpu.steps.assignments import DeferredAssignments
 from tfmultigpu.steps.tally import Layout, Tallies, layouts_of
 from tfmultigpu.strategies.row_lists import is_list, with_values
-from tfmultigpu.types import ConcreteFunction, KerasLayer, KerasVariable, Nested, Scalar, Tensor
+from tfmultigpu.types import KerasLayer, KerasVariable, Nested, Scalar, Tensor
 
 
 class Rows(NamedTuple):
@@ -267,7 +267,7 @@ class Trace:
     why_each: str = ""
     meets: bool = False
     finds_error: bool = False
-    functions: list[ConcreteFunction] = dataclasses.field(default_factory=list)
+    functions: list[Any] = dataclasses.field(default_factory=list)
     counts_replicas: bool = False
     own_moments: list[KerasLayer] = dataclasses.field(default_factory=list)
     once: dict[bool, Any] = dataclasses.field(default_factory=dict)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.types import Function, Untyped
+from tfmultigpu.types import Function
 
 _NAME = "kept_by_tfmultigpu"
 
@@ -26,7 +27,7 @@ class Attached:
             it builds a model of which it knows only ``call``, and leaves the variable empty.
     """
 
-    running: Untyped = None
+    running: Any = None
     cuts: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
     features: tuple[Callable[[], object], ...] = ()
     scope: Callable[[], AbstractContextManager[object]] | None = None

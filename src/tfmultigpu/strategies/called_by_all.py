@@ -7,11 +7,12 @@ copies. A function that is called, not inlined, runs on the device of its caller
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.types import ConcreteFunction, Graph, Tensor
+from tfmultigpu.types import Tensor
 
 # A small function gains nothing, and a call costs each replica of it some 0.1 ms.
 PAYS_FROM_VARIABLES = 30
@@ -19,7 +20,7 @@ PAYS_FROM_VARIABLES = 30
 
 def call_on_replica(
     strategy: tf.distribute.Strategy,
-    function: ConcreteFunction,
+    function: Any,
     number: int,
     tensors: Sequence[Tensor] = (),
 ) -> list[Tensor]:
@@ -34,7 +35,7 @@ def call_on_replica(
     Returns:
         The outputs, in the order of ``function.outputs``.
     """
-    graph: Graph = tf.compat.v1.get_default_graph()
+    graph: Any = tf.compat.v1.get_default_graph()
     captured: list[Tensor] = []
     for tensor in function.captured_inputs:
         variable = _compat.variable_of_handle(tensor)
@@ -46,9 +47,7 @@ def call_on_replica(
     return call(function, tensors, captured)
 
 
-def call(
-    function: ConcreteFunction, tensors: Sequence[Tensor], captured: Sequence[Tensor]
-) -> list[Tensor]:
+def call(function: Any, tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
     """Calls a function with tensors in place of the captured ones of its trace."""
     outputs: list[Tensor] = tf.raw_ops.StatefulPartitionedCall(
         args=[*tensors, *captured],

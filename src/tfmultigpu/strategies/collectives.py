@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,9 +15,9 @@ from tfmultigpu._patch import lock_of, setting
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
+from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.strategies.topology import is_one_process, local_replicas, per_replica
-from tfmultigpu.types import Untyped
+from tfmultigpu.types import Tensor
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
@@ -163,7 +164,7 @@ def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
 @contextmanager
 def refusing_to_meet(error: Exception) -> Iterator[None]:
     """Raises an error if this replica waits for the others inside the context; replica context."""
-    context: Untyped = tf.distribute.get_replica_context()
+    context: Any = tf.distribute.get_replica_context()
     refused: list[bool] = []
 
     def refuse(*_: object, **__: object) -> None:
@@ -191,7 +192,7 @@ def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> lis
     return [add_on_device(parts, device) for device, *parts in zip(devices, *values, strict=True)]
 
 
-def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
+def add_on_device(parts: Sequence[Tensor], device: str) -> Tensor:
     """Adds the tensors, or the lists of rows, of replicas that are not None on a device.
 
     They are added in pairs, neighbours first, or a resumed run would end with other bits. Given
@@ -205,7 +206,7 @@ def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
         with tf.device(device):
             return only if is_list(only) else tf.identity(only)
     half = 1 << (len(addends) - 1).bit_length() - 1  # The others pass up.
-    halves: list[Gradient] = []
+    halves: list[Any] = []
     for part in (addends[:half], addends[half:]):
         place = device
         for addend in part:
@@ -263,19 +264,19 @@ def value_of_first_worker(
     return first
 
 
-def _bytes(tensor: Gradient) -> int:
+def _bytes(tensor: Tensor) -> int:
     if is_list(tensor):  # A message of its own, whose size is not known before it is sent.
         return 0
     return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
-def all_reduce_sum(context: Untyped, tensors: Sequence[Gradient]) -> list[Gradient]:
+def all_reduce_sum(context: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Adds over all replicas in a replica context: one ``all_reduce`` for each dtype and list.
 
     Lists of all replicas are joined end to end, so only their rows are sent.
     """
     add = tf.distribute.ReduceOp.SUM
-    reduced: dict[int, Gradient] = {}
+    reduced: dict[int, Tensor] = {}
     numbers: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if is_list(tensor):

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,10 +21,10 @@ from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
-from tfmultigpu.types import Communication, Prefer, Strategy, Untyped
+from tfmultigpu.types import Communication, Prefer, Strategy
 
 _log = logging.getLogger("tfmultigpu")
-_distribute: Untyped = tf.distribute
+_distribute: Any = tf.distribute
 _ADDITIONS = {
     "nccl": _distribute.NcclAllReduce,
     "hierarchical_copy": _distribute.HierarchicalCopyAllReduce,
@@ -157,7 +158,7 @@ def _look_around(
     tpu = NO_TPU
     if prefer in ("auto", "tpu") and devices is None:
         tpu = find_tpu(os.environ, local=any(name.startswith("TPU:") for name in names))
-    test: Untyped = tf.test
+    test: Any = tf.test
     nccl = bool(test.is_built_with_gpu_support()) and os.name == "posix"
     return MachineInfo(names, tpu, cluster, why_no_cluster(), nccl, why_no_more_gpus())
 

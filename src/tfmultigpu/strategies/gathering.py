@@ -7,12 +7,13 @@ elements. Everything else travels as bytes: serialized, sent as int32, and parse
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.types import Array, Shard, Untyped
+from tfmultigpu.types import Array, Shard
 
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -28,7 +29,7 @@ def gather_rows(
     first = strategy.experimental_local_results(value)[0]
     with explaining_lost_workers():
         if isinstance(first, tf.RaggedTensor):
-            ragged: Untyped = tf.RaggedTensor
+            ragged: Any = tf.RaggedTensor
             gather = functools.partial(gather_rows, strategy, may_be_empty=True)
             parts = strategy.run(lambda r: [r.flat_values, *r.nested_row_lengths()], args=(value,))
             flat, *lengths = map(gather, parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -19,7 +19,7 @@ from tfmultigpu.errors import DataError, TfMultiGpuError
 from tfmultigpu.strategies.attached import attached
 from tfmultigpu.strategies.collectives import REDUCED
 from tfmultigpu.strategies.topology import describe, local_replicas
-from tfmultigpu.types import Function, Graph, Nested, Untyped
+from tfmultigpu.types import Function, Nested
 
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
@@ -65,7 +65,7 @@ class _Running:
         """Returns the mark of the innermost ``run`` around the caller."""
         if not tf.inside_function():
             return self.eager.marks[-1]
-        graph: Graph = tf.compat.v1.get_default_graph()
+        graph: Any = tf.compat.v1.get_default_graph()
         while graph is not None:
             if id(graph) in self.by_graph:
                 return self.by_graph[id(graph)]
@@ -117,7 +117,7 @@ def mark_of_run(strategy: tf.distribute.Strategy) -> Mark:
     return Mark() if running is None else running.mark()
 
 
-def _run(strategy: Untyped, function: Function, *args: object, **kwargs: object) -> Nested:
+def _run(strategy: Any, function: Function, *args: object, **kwargs: object) -> Nested:
     # AutoGraph converts this, and so the function of the user.
     running = attached(strategy).running
     mark = _mark_of(strategy, args, kwargs) or running.mark()

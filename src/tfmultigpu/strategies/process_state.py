@@ -6,11 +6,11 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.types import Untyped
 
 
 class ProcessState:
@@ -22,11 +22,11 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self.cluster: Untyped = None
+        self.cluster: Any = None
         self._has_told_of_gpus = False
         self._forgotten: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
-    def note_joined(self, cluster: Untyped) -> None:
+    def note_joined(self, cluster: Any) -> None:
         """Notes the cluster, which a process joins once."""
         self.cluster = cluster
 

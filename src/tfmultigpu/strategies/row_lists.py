@@ -8,20 +8,19 @@ lists are added by writing one after the other, and nothing of the size of the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
-Gradient: TypeAlias = Any  # A tensor, or a list of rows.
-Shape: TypeAlias = Any  # What TensorFlow takes for a shape.
+from tfmultigpu.types import Tensor
 
 
-def is_list(gradient: Gradient) -> TypeGuard[tf.IndexedSlices]:
+def is_list(gradient: Tensor) -> TypeGuard[tf.IndexedSlices]:
     """Returns whether a gradient is a list of rows, and not a tensor."""
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def row_list(gradient: tf.IndexedSlices, shape: Shape, dtype: tf.DType) -> tf.IndexedSlices:
+def row_list(gradient: tf.IndexedSlices, shape: Any, dtype: tf.DType) -> tf.IndexedSlices:
     """Returns a gradient of TensorFlow as a list.
 
     Args:
@@ -48,7 +47,7 @@ def unique(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, ids)
 
 
-def as_tensor(gradient: Gradient, shape: Shape) -> tf.Tensor:
+def as_tensor(gradient: Tensor, shape: Any) -> tf.Tensor:
     """Returns a gradient, which may be a list, as a tensor of the shape of its variable."""
     if is_list(gradient):
         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
@@ -57,12 +56,12 @@ def as_tensor(gradient: Gradient, shape: Shape) -> tf.Tensor:
     return tensor
 
 
-def values_of(gradient: Gradient) -> tf.Tensor:
+def values_of(gradient: Tensor) -> tf.Tensor:
     """Returns the numbers of a gradient: of the rows of a list, or the tensor."""
     return gradient.values if is_list(gradient) else gradient
 
 
-def with_values(gradient: Gradient, values: tf.Tensor, shape: Shape = None) -> Gradient:
+def with_values(gradient: Tensor, values: tf.Tensor, shape: Any = None) -> Tensor:
     """Returns a gradient with other numbers in place of ``values_of`` it.
 
     With the shape of the table, a list can be made a tensor by ``tf.convert_to_tensor``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -17,10 +17,8 @@ import tensorflow as tf
 from tfmultigpu._compat import ComposedVariable
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.strategies.topology import tf_variable
+from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
-
-_Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
 
 
 class RowParts(ComposedVariable):
@@ -73,7 +71,7 @@ class RowParts(ComposedVariable):
     aggregation = property(lambda self: self.parts[0].aggregation)
 
     @property
-    def handle(self) -> _Value:
+    def handle(self) -> Any:
         """There is none: who asks for it would watch, or write, a part for the whole."""
         raise TfMultiGpuError(
             "The rows of this table are on several devices, so it is not one variable of "
@@ -94,20 +92,19 @@ class RowParts(ComposedVariable):
 
     read_value = value
 
-    def __tf_tensor__(self, dtype: _Value = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the whole table."""
-        whole: tf.Tensor = tf.convert_to_tensor(self.value(), dtype, name=name)
-        return whole
+        return tf.convert_to_tensor(self.value(), dtype, name=name)
 
-    def numpy(self) -> np.ndarray[_Value, _Value]:
+    def numpy(self) -> np.ndarray[Any, Any]:
         """Returns the whole table, in the memory of the host."""
         return np.concatenate([part.numpy() for part in self.parts])
 
-    def __array__(self, dtype: _Value = None, copy: _Value = None) -> np.ndarray[_Value, _Value]:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
         """Returns the whole table, in the memory of the host."""
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+        return np.asarray(self.numpy(), dtype)
 
-    def sparse_read(self, ids: _Value, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, ids: Any, name: str | None = None) -> tf.Tensor:
         """Returns rows, each from the device that it is on; only these rows travel."""
         ids = tf.convert_to_tensor(ids)
         flat = tf.reshape(ids, [-1])
@@ -139,25 +136,25 @@ class RowParts(ComposedVariable):
 
     # Writing ------------------------------------------------------------------------------------
 
-    def assign(self, value: _Value, *_: object, **__: object) -> RowParts:
+    def assign(self, value: Any, *_: object, **__: object) -> RowParts:
         """Assigns the table, part by part: an array is never whole on a device."""
         for part, rows in self._cut(value):
             part.assign(rows)
         return self
 
-    def assign_add(self, delta: _Value, *_: object, **__: object) -> RowParts:
+    def assign_add(self, delta: Any, *_: object, **__: object) -> RowParts:
         """Adds to the table, part by part."""
         for part, rows in self._cut(delta):
             part.assign_add(rows)
         return self
 
-    def assign_sub(self, delta: _Value, *_: object, **__: object) -> RowParts:
+    def assign_sub(self, delta: Any, *_: object, **__: object) -> RowParts:
         """Subtracts from the table, part by part."""
         for part, rows in self._cut(delta):
             part.assign_sub(rows)
         return self
 
-    def _cut(self, value: _Value) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
+    def _cut(self, value: Any) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         """Yields each part with its rows of a value, on its device."""
         value = tf_variable(value)
         same = isinstance(value, RowParts) and value.starts == self.starts
@@ -209,7 +206,7 @@ class TablePart:
         """The Keras variable of the whole table."""
         return self._table()
 
-    def __getattr__(self, name: str) -> _Value:
+    def __getattr__(self, name: str) -> Any:
         """Returns what is the table's."""
         return getattr(self.table, name)
 
@@ -217,23 +214,22 @@ class TablePart:
         """Returns the path and the shape."""
         return f"<TablePart {self.path!r} of shape {tuple(self.shape)}>"
 
-    def __tf_tensor__(self, dtype: _Value = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the rows."""
         return tf.convert_to_tensor(self.value, dtype, name=name)
 
-    def numpy(self) -> np.ndarray[_Value, _Value]:
+    def numpy(self) -> np.ndarray[Any, Any]:
         """Returns the rows."""
-        rows: np.ndarray[_Value, _Value] = self.value.numpy()
-        return rows
+        return np.asarray(self.value.numpy())
 
-    def assign(self, value: _Value) -> None:
+    def assign(self, value: Any) -> None:
         """Assigns the rows."""
         self.value.assign(value)
 
 
-def units_of(variables: Iterable[KerasVariable]) -> list[_Value]:
+def units_of(variables: Iterable[KerasVariable]) -> list[Any]:
     """Returns the variables as a step trains them: the parts of a table in its place."""
-    units: list[_Value] = []
+    units: list[Any] = []
     for variable in variables:
         value = tf_variable(variable)
         if isinstance(value, RowParts):
@@ -243,12 +239,17 @@ def units_of(variables: Iterable[KerasVariable]) -> list[_Value]:
     return units
 
 
+def sharded_of(variables: Iterable[KerasVariable]) -> list[Any]:
+    """Returns the variables, or the parts of tables, that are on one device each."""
+    return list(filter(is_sharded, units_of(variables)))
+
+
 def whole_of(variable: KerasVariable) -> KerasVariable:
     """Returns the table that a variable is a part of, or else the variable."""
     return variable.table if isinstance(variable, TablePart) else variable
 
 
-def copies_of(strategy: tf.distribute.Strategy, variable: KerasVariable) -> tuple[_Value, ...]:
+def copies_of(strategy: tf.distribute.Strategy, variable: KerasVariable) -> tuple[Any, ...]:
     """Returns the variables of TensorFlow that a variable has in this process: copies, or parts."""
     value = tf_variable(variable)
     if isinstance(value, RowParts):

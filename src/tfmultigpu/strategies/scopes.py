@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,7 +20,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable, Untyped
+from tfmultigpu.types import KerasLayer, KerasModel, KerasOptimizer, KerasVariable
 
 _LEGACY = "tf_keras"
 
@@ -100,7 +101,7 @@ def _check_strategy(strategy: object) -> None:
         strategy = tf.distribute.get_strategy()
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
-    distribute: Untyped = tf.distribute
+    distribute: Any = tf.distribute
     experimental = distribute.experimental
     central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
     if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):

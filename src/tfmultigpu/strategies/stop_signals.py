@@ -6,9 +6,9 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Untyped
 
 # Seconds between votes. A vote takes some milliseconds.
 _INTERVAL = 1.0
@@ -24,7 +24,7 @@ class StopSignal:
     def __init__(self, number: int) -> None:
         self.number = number
         self.received = False
-        self._before: list[Untyped] = []  # The handler of before, while this listens.
+        self._before: list[Any] = []  # The handler of before, while this listens.
 
     def listen(self) -> bool:
         """Begins to listen, and returns whether it does: Python lets only the main thread do so."""

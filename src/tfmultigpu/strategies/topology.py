@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.types import KerasModel, KerasVariable, Shard, Untyped
+from tfmultigpu.types import KerasModel, KerasVariable, Shard
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
@@ -24,7 +25,7 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
 def is_sharded(variable: KerasVariable) -> bool:
     """Returns whether a variable has one copy, on one of several devices of its strategy."""
     value = tf_variable(variable)
-    strategy: Untyped = getattr(value, "distribute_strategy", None)
+    strategy: Any = getattr(value, "distribute_strategy", None)
     return is_mirrored(strategy) and len(strategy.experimental_local_results(value)) == 1
 
 
@@ -102,7 +103,7 @@ def per_replica(strategy: tf.distribute.Strategy, values: list[Shard]) -> Shard:
 def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """Returns the devices of a strategy in this process; none for TensorFlow's default strategy."""
     try:
-        names: Untyped = strategy.extended.worker_devices
+        names: Any = strategy.extended.worker_devices
     except RuntimeError:
         return ()  # The default strategy has none of its own, and says so.
     return tuple(map(parse_device_name, names))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.errors import StrategyUnavailableError
-from tfmultigpu.types import Untyped
 
 
 class Tpu(NamedTuple):
@@ -61,7 +60,7 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
 
 def connect_tpu(tpu: Tpu) -> tf.distribute.Strategy:
     """Returns the strategy of a TPU that answers."""
-    untyped: Untyped = tf
+    untyped: Any = tf
     try:
         resolver = untyped.distribute.cluster_resolver.TPUClusterResolver(tpu.address)
         if tpu.address != "local":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,7 @@ from tfmultigpu.errors import ClusterError, WorkerLostError
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
-from tfmultigpu.types import Array, Untyped
+from tfmultigpu.types import Array
 
 _Name = TypeVar("_Name")
 _Result = TypeVar("_Result")
@@ -126,5 +126,5 @@ def digest_of(data: str | bytes) -> int:
 
 
 @functools.cache  # Called eagerly, TensorFlow would trace each gathering anew.
-def _gather_of(strategy: tf.distribute.Strategy) -> Untyped:
+def _gather_of(strategy: tf.distribute.Strategy) -> Any:
     return tf.function(lambda value: gather_rows(strategy, value), autograph=False)

@@ -12,7 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
@@ -25,16 +25,7 @@ from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import digest_of
-from tfmultigpu.types import (
-    Array,
-    FitStart,
-    Json,
-    KerasCallback,
-    Logs,
-    ResumingCallback,
-    RunningFit,
-    Untyped,
-)
+from tfmultigpu.types import Array, FitStart, ResumingCallback, RunningFit
 
 if TYPE_CHECKING:
     from tfmultigpu.addons.checkpoints.manager import Checkpoints
@@ -43,7 +34,7 @@ _log = logging.getLogger("tfmultigpu")
 _METRICS = "fit/metrics"
 _METHOD = "state()"
 # In JSON types, by the names of callbacks and attributes.
-_States: TypeAlias = dict[str, dict[str, Json]]
+_States: TypeAlias = dict[str, dict[str, Any]]
 _NewArrays: TypeAlias = dict[str, Array]
 
 
@@ -73,7 +64,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         # The states of callbacks and their arrays, once training has begun.
         self._begin: tuple[_States, Arrays] | None = None
 
-    def read(self) -> tuple[Json, Arrays]:
+    def read(self) -> tuple[Any, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
             return self._stored.run["fit"], self._stored.of_fit
@@ -116,7 +107,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         """Begins to watch the ``fit``."""
         self._fit, self._callbacks = fit, _named(fit.callbacks)
 
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def on_train_begin(self, logs: Any = None) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
         if self._fit is None or self._begin is not None:
             raise CheckpointError(
@@ -138,7 +129,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         if not self._run.step_in_epoch:  # What the next hooks do is new.
             self._undo_hooks(self._stored, self._begin)
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores the logs of a resumed epoch, after all other ``on_epoch_begin``."""
         stored, fit, begin = self._stored, self._fit, self._begin
         if stored is None or fit is None or begin is None:
@@ -150,7 +141,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         fit.restore_sums(stored.run["fit"]["sums"])
         self._undo_hooks(stored, begin)
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts steps, and saves when it is time."""
         steps, every = batch + 1 - self._run.step_in_epoch, self.every_batches
         self._run.after_step(steps)
@@ -160,7 +151,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         if is_due and not self.is_stopping():
             self._run.save()
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the epoch, and saves when it is time, or the last one of the run."""
         self._run.end_epoch()
         if self.every_batches is None or self.is_stopping():
@@ -188,9 +179,9 @@ def _metrics_of(fit: RunningFit) -> dict[str, tf.Variable]:
     return state.by_name({_METRICS: fit.metric_variables()})
 
 
-def _named(callbacks: Iterable[KerasCallback]) -> dict[str, KerasCallback]:
+def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Names callbacks by class, monitored metric and order; callbacks of ``fit`` are left out."""
-    by_name: dict[str, KerasCallback] = {}
+    by_name: dict[str, Any] = {}
     counts: dict[str, int] = collections.Counter()
     for callback in callbacks:
         if not isinstance(callback, (CheckpointCallback, keras.callbacks.ProgbarLogger)):
@@ -201,7 +192,7 @@ def _named(callbacks: Iterable[KerasCallback]) -> dict[str, KerasCallback]:
 
 
 def _read_states(
-    callbacks: Mapping[str, KerasCallback], variables: RunVariables, begin: _States | None = None
+    callbacks: Mapping[str, Any], variables: RunVariables, begin: _States | None = None
 ) -> tuple[_States, _NewArrays]:
     """Returns the state of each callback and its arrays by name.
 
@@ -248,11 +239,11 @@ def _read_states(
     return states, arrays
 
 
-def _has_method(callback: KerasCallback, name: str) -> bool:
+def _has_method(callback: Any, name: str) -> bool:
     return callable(getattr(type(callback), name, None))
 
 
-def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, object]:
+def _attributes(callback: Any, saved: Collection[int]) -> dict[str, object]:
     """Returns attributes that may be state: not functions, nor those with ``saved`` variables."""
     others = _compat.set_by_loops()
     if hasattr(callback, "monitor_op"):
@@ -271,7 +262,7 @@ def _attributes(callback: KerasCallback, saved: Collection[int]) -> dict[str, ob
     return attributes
 
 
-def _write_states(callbacks: Mapping[str, KerasCallback], states: _States, arrays: Arrays) -> None:
+def _write_states(callbacks: Mapping[str, Any], states: _States, arrays: Arrays) -> None:
     for key in states.keys() & callbacks.keys():
         for name, packed in states[key].items():
             if name == _METHOD:
@@ -280,7 +271,7 @@ def _write_states(callbacks: Mapping[str, KerasCallback], states: _States, array
                 setattr(callbacks[key], name, _unpack(packed, arrays))
 
 
-def _pack(value: Untyped, arrays: _NewArrays) -> Json:
+def _pack(value: Any, arrays: _NewArrays) -> Any:
     """Returns a plain value in JSON types; its arrays go to ``arrays``. Else it is a TypeError."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -301,7 +292,7 @@ def _pack(value: Untyped, arrays: _NewArrays) -> Json:
     return {"array": [name, dtype.name if dtype.isbuiltin == 2 else dtype.str]}
 
 
-def _unpack(packed: Json, arrays: Arrays) -> object:
+def _unpack(packed: Any, arrays: Arrays) -> object:
     """Returns the value of a packed one."""
     if isinstance(packed, list):
         return [_unpack(item, arrays) for item in packed]

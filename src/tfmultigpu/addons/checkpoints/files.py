@@ -14,16 +14,16 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Array, Json
+from tfmultigpu.types import Array
 
 Arrays: TypeAlias = Mapping[str, Array]
-Content: TypeAlias = tuple[Mapping[str, Json], Arrays]  # The description of a run, its arrays.
+Content: TypeAlias = tuple[Mapping[str, Any], Arrays]  # The description of a run, its arrays.
 _FORMAT = 6
 
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     """An intact checkpoint: its file, the description of the run, arrays of it and of ``fit``."""
 
     path: Path
-    run: dict[str, Json]
+    run: dict[str, Any]
     arrays: Arrays
     of_fit: Arrays
 
@@ -133,7 +133,7 @@ def save(
     return path
 
 
-def _write(path: Path, step: int, run: Mapping[str, Json], arrays: Arrays) -> None:
+def _write(path: Path, step: int, run: Mapping[str, Any], arrays: Arrays) -> None:
     text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
     hidden = path.with_name(".half-written.npz")
     with hidden.open("wb") as file:

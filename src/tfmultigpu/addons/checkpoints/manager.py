@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
 from tfmultigpu.addons.checkpoints.files import newest, save
@@ -17,7 +18,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
-from tfmultigpu.types import Data, Json, Model, Optimizer, Untyped
+from tfmultigpu.types import Model, Optimizer
 
 _log = logging.getLogger("tfmultigpu")
 _FIRST = "first_batch"
@@ -55,10 +56,10 @@ class Checkpoints:
         directory: str | os.PathLike[str],
         model: Model | None = None,
         optimizer: Optimizer | None = None,
-        data: Data = None,
+        data: Any = None,
         keep: int = 3,
         *,
-        train_step: Untyped = None,
+        train_step: Any = None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
         """Checks the arguments; reads and writes no files.
@@ -97,8 +98,8 @@ class Checkpoints:
         self._steps = self._variables.count_updates()
         self._updates: int | None = self._steps  # None once steps are counted.
         # What is known of the data, and what a checkpoint says of it until it was compared.
-        self._known: dict[str, Json] = {}
-        self._expected: dict[str, Json] = {}
+        self._known: dict[str, Any] = {}
+        self._expected: dict[str, Any] = {}
         self._callback = CheckpointCallback(self, self._variables)
 
     @property
@@ -247,7 +248,7 @@ class Checkpoints:
                 "checkpoints.data. Call checkpoints.after_step() after each step.",
             )
 
-    def note_data(self, description: Mapping[str, Json]) -> None:
+    def note_data(self, description: Mapping[str, Any]) -> None:
         """Notes what is known of the data, and compares it once with the hash in the checkpoint."""
         compared = description.keys() & self._expected.keys()
         told = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -37,15 +37,7 @@ from tfmultigpu.strategies.row_parts import RowParts, copies_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, is_on_read, strategy_of, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import (
-    Array,
-    KerasMetric,
-    KerasModel,
-    KerasOptimizer,
-    KerasVariable,
-    ShardUpdate,
-    Tensor,
-)
+from tfmultigpu.types import Array, KerasModel, KerasOptimizer, KerasVariable, ShardUpdate, Tensor
 
 Variables: TypeAlias = dict[str, tf.Variable]  # By group, number and path.
 _SEEDS = "seeds"
@@ -227,7 +219,7 @@ def by_name(groups: Mapping[str, Iterable[KerasVariable]]) -> Variables:
     return named
 
 
-def _variables_of(owners: Iterable[KerasMetric]) -> list[KerasVariable]:
+def _variables_of(owners: Iterable[Any]) -> list[KerasVariable]:
     variables: list[KerasVariable] = []
     for owner in owners:
         variables += owner.variables

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -16,11 +16,9 @@ from tfmultigpu.addons.checkpoints.files import Arrays
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.other_states import OtherState, read_table, write_table
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import Untyped
 from tfmultigpu.user_code import warn
 
-Table: TypeAlias = Untyped  # Of these kinds, which types of TensorFlow leave out.
-Tables: TypeAlias = Mapping[str, Table]  # By the begin of the names of their arrays.
+Tables: TypeAlias = Mapping[str, Any]  # By the begin of the names of their arrays.
 PREFIX = "tables/"  # Of the names of arrays.
 _KINDS = tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable
 _NAMES = {
@@ -45,7 +43,7 @@ def is_table(value: object) -> bool:
 
 def named_tables(groups: Mapping[str, Sequence[object]]) -> Tables:
     """Returns the tables among values, once each, by group and number."""
-    found: dict[str, Table] = {}
+    found: dict[str, Any] = {}
     known: set[int] = set()
     for group, values in groups.items():
         tables = [value for value in values if is_table(value) and id(value) not in known]

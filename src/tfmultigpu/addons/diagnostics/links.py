@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +24,7 @@ from tfmultigpu.addons.diagnostics.report import Finding, Report
 from tfmultigpu.devices import enable_memory_growth, list_devices, split_device
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies import create_strategy
-from tfmultigpu.types import Nested, Tensor, Untyped
+from tfmultigpu.types import Nested, Tensor
 
 _CHILD = (
     "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(*sys.argv[1:])"
@@ -144,7 +145,7 @@ def test_copy(source: str, target: str, size: int) -> str:
     return _fault(copy(there, target).numpy(), sent)
 
 
-def test_sum(devices: Sequence[str], way: Untyped, size: int) -> str:
+def test_sum(devices: Sequence[str], way: Any, size: int) -> str:
     """Returns what is wrong with a sum of so many numbers; nothing if it is right."""
     try:
         strategy = create_strategy(devices=devices, communication=way, fallback=False)

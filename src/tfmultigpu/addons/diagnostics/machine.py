@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +22,6 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies import plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
-from tfmultigpu.types import Json, Untyped
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Collects the facts; starts no device."""
-    tensorflow: Untyped = tf
+    tensorflow: Any = tf
     config, build = tensorflow.config, tensorflow.sysconfig.get_build_info()
     with_gpus = tensorflow.test.is_built_with_gpu_support()
     driver, devices, started = ask_driver(), list_devices(), devices_started()
@@ -136,7 +136,7 @@ def _is_nvidia_card(folder: Path) -> bool:
     return vendor.startswith("0x10de") and kind.startswith("0x03")  # Graphics or 3D controllers.
 
 
-def _keras() -> dict[str, Json]:
+def _keras() -> dict[str, Any]:
     try:
         import keras
     except (ImportError, ValueError):  # It fails without its backend.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.replicated import outside_scopes
-from tfmultigpu.accumulation.table_rows import is_table, takes_rows
+from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
@@ -23,8 +22,9 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
+from tfmultigpu.lists import by_id
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.row_parts import units_of
+from tfmultigpu.strategies.row_parts import copies_of, sharded_of
 from tfmultigpu.strategies.scopes import all_layers, check_kinds, check_scope, refuse_one_device
 from tfmultigpu.strategies.topology import (
     describe,
@@ -33,15 +33,7 @@ from tfmultigpu.strategies.topology import (
     strategy_of,
     tf_variable,
 )
-from tfmultigpu.types import (
-    Data,
-    KerasModel,
-    KerasOptimizer,
-    KerasVariable,
-    Optimizer,
-    Scalar,
-    Strategy,
-)
+from tfmultigpu.types import KerasModel, KerasOptimizer, KerasVariable, Optimizer, Scalar, Strategy
 
 _SCOPE = "with strategy.scope():"
 _MUCH = 2**20  # Bytes that a replica may copy in a step before it is worth a warning.
@@ -51,7 +43,7 @@ _MOST_SHOWN = 4  # Sharded variables, of which a model may have hundreds.
 def explain(
     model: KerasModel,
     optimizer: Optimizer | None = None,
-    dataset: Data = None,
+    dataset: Any = None,
     strategy: Strategy | None = None,
 ) -> Report:
     """Reports why a program uses one device, with the line to change.
@@ -107,7 +99,7 @@ def explain(
         copies = _devices_of_copies(each, strategy)
         causes.extend(_check_model(each, strategy, copies))
         causes.extend(_check_optimizer(each, own, strategy))
-        causes.extend(_check_tables(each, own))
+        causes.extend(_check_tables(each, own, strategy))
         facts[f"model {each.name}"] = {
             "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
@@ -128,10 +120,9 @@ def explain(
 def _places_of_sharded(model: KerasModel) -> dict[str, str]:
     """Returns where the first sharded variables of a model are; nothing if there are none."""
     places: list[str] = []
-    for unit in units_of(getattr(model, "variables", ())):
-        if is_sharded(unit):
-            device = parse_device_name(tf_variable(unit).device)
-            places.append(f"{unit.path} of {tuple(unit.shape)} on {device}")
+    for variable in sharded_of(getattr(model, "variables", ())):
+        device = parse_device_name(tf_variable(variable).device)
+        places.append(f"{variable.path} of {tuple(variable.shape)} on {device}")
     if not places:
         return {}
     shown = "; ".join(places[:_MOST_SHOWN])
@@ -235,15 +226,21 @@ def _check_optimizer(
     yield Finding("error", "optimizer-scope", what, why, change)
 
 
-def _check_tables(model: KerasModel, optimizer: KerasOptimizer) -> Iterator[Finding]:
+def _check_tables(
+    model: KerasModel, optimizer: KerasOptimizer, strategy: tf.distribute.Strategy
+) -> Iterator[Finding]:
     """Finds tables of embeddings that an optimizer updates as a whole in each step."""
     import keras
 
+    if optimizer is None:
+        return
+    update = Replicated(optimizer, strategy, "for a report")
     kinds = keras.layers.Embedding, keras.layers.ReversibleEmbedding
     layers = [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.built]
-    tables = {id(v): v for layer in layers for v in layer.trainable_variables if is_table(v)}
-    for table in tables.values() if optimizer is not None else ():
-        if outside_scopes(functools.partial(takes_rows, optimizer, table)):
+    tables = by_id(v for layer in layers for v in layer.trainable_variables)
+    for table in tables.values():
+        target = update.target_of(table)
+        if target.takes == "rows" or not target.is_table:
             continue
         size = math.prod(table.shape) * tf.as_dtype(table.dtype).size
         kind = type(unwrap_optimizer(optimizer)).__name__
@@ -262,8 +259,8 @@ def _check_reads(steps: Sequence[Scalar], strategy: tf.distribute.Strategy) -> I
     for step in steps:
         touched.update({id(variable): variable for variable in step.runner.touched.variables})
         for changed in step.changed_variables():  # What owners update is on one device each.
-            for unit in units_of([changed]):
-                touched.pop(id(tf_variable(unit)), None)
+            for variable in copies_of(strategy, changed):
+                touched.pop(id(variable), None)
     for key, variable in list(touched.items()):
         if strategy.extended.variable_created_in_scope(variable):
             del touched[key]
@@ -286,7 +283,7 @@ def _bytes(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)
 
 
-def _check_batch(dataset: Data, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     replicas, rows, problem = strategy.num_replicas_in_sync, None, ""
     if isinstance(dataset, ShardedDataset):
         if dataset.strategy is not strategy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -14,14 +14,14 @@ from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import untuned
-from tfmultigpu.types import Batches, Data, Nested, Scalar, Shard, Untyped
+from tfmultigpu.types import Batches, Nested, Scalar, Shard
 
 _Cut: TypeAlias = Callable[..., Shard] | None
 _Keep: TypeAlias = Callable[[object, Callable[[], Nested]], Nested]
 
 
 def shard_arrays(
-    arrays: Data,
+    arrays: Any,
     batch_size: int,
     strategy: tf.distribute.Strategy,
     keep: _Keep,
@@ -46,7 +46,7 @@ def shard_arrays(
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     specs = tf.nest.map_structure(any_rows, arrays)
 
-    def pipeline(arrays: Data, seed: Scalar, first_batch: Scalar) -> tuple[Batches, Batches]:
+    def pipeline(arrays: Any, seed: Scalar, first_batch: Scalar) -> tuple[Batches, Batches]:
         """Returns the batches, and the same cut."""
         if shuffle:
             passes = functools.partial(_shuffled, arrays, batch_size, seed, first_batch)
@@ -73,7 +73,7 @@ def shard_arrays(
 # iterator.
 
 
-def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> Batches:
+def _in_order(arrays: Any, batch_size: int, first_batch: Scalar, cut: _Cut) -> Batches:
     """Returns pass after pass in the order of the rows."""
     per_pass = -(-_rows(arrays) // batch_size)
 
@@ -87,13 +87,13 @@ def _in_order(arrays: Data, batch_size: int, first_batch: Scalar, cut: _Cut) -> 
 
 
 def _shuffled(
-    arrays: Data, batch_size: int, seed: Scalar, first_batch: Scalar, cut: _Cut
+    arrays: Any, batch_size: int, seed: Scalar, first_batch: Scalar, cut: _Cut
 ) -> Batches:
     """Returns pass after pass, each in an order of its own."""
     rows = _rows(arrays)
     size = tf.minimum(tf.cast(batch_size, tf.int64), rows)
     per_pass = -(-rows // size)
-    random: Untyped = tf.random
+    random: Any = tf.random
 
     def order_of(number_of_pass: Scalar) -> Scalar:
         """Returns ``[per_pass, size]``: the rows of each batch of a pass, -1 after the last."""
@@ -114,5 +114,5 @@ def _shuffled(
     return places.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def _rows(arrays: Data) -> Scalar:
+def _rows(arrays: Any) -> Scalar:
     return tf.cast(count_rows(arrays), tf.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
-from tfmultigpu.types import BatchSpec, KerasModel, Nested
+from tfmultigpu.types import KerasModel, Nested
 
 _Purposes: TypeAlias = dict[str, tuple[object, Nested]]
 # For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
@@ -36,7 +36,7 @@ def get_or_make(model: KerasModel, purpose: str, key: object, make: Callable[[],
         return known[purpose][1]
 
 
-def build_if_needed(model: KerasModel, strategy: tf.distribute.Strategy, spec: BatchSpec) -> None:
+def build_if_needed(model: KerasModel, strategy: tf.distribute.Strategy, spec: Any) -> None:
     """Builds a model that is not built from the type specs of a batch, on one thread."""
     with lock_of(model, "build"):
         if not is_built(model):

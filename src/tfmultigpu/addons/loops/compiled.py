@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,19 +21,7 @@ from tfmultigpu.steps.features.remat import calling_once
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import all_layers, refuse_legacy_keras
 from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.types import (
-    BatchSpec,
-    Function,
-    KerasMetric,
-    KerasModel,
-    KerasVariable,
-    Loss,
-    Metrics,
-    Options,
-    Shard,
-    Tensor,
-    Untyped,
-)
+from tfmultigpu.types import Function, KerasModel, KerasVariable, Options, Shard, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +34,8 @@ class EpochMetrics:
         steps: Steps by their names in a chain; of ``inside`` only what they update counts.
     """
 
-    inside: Sequence[KerasMetric]
-    container: KerasMetric = None
+    inside: Sequence[Any]
+    container: Any = None
     steps: Mapping[str, TrainStep | EvalStep] = dataclasses.field(default_factory=dict)
 
     def variables(self) -> list[KerasVariable]:
@@ -57,7 +46,7 @@ class EpochMetrics:
         return variables
 
     @property
-    def _owners(self) -> list[KerasMetric]:
+    def _owners(self) -> list[Any]:
         owners = [*self.inside]
         if self.container is not None:
             owners.insert(0, self.container)
@@ -72,7 +61,7 @@ class EpochMetrics:
 
     def results(self) -> dict[str, Tensor]:
         """Returns the result of each metric by its name; traces tell which a step updates."""
-        named: dict[str, KerasMetric] = {}
+        named: dict[str, Any] = {}
         if not self.steps:
             named = {metric.name: metric for metric in self.inside}
         for step_name, step in self.steps.items():
@@ -96,26 +85,26 @@ class EpochMetrics:
         """The results of compiled metrics in one call, which is faster."""
         if not all(map(_compat.is_part_of_keras, map(type, self.container.metrics))):
             return self.container.result  # type: ignore[no-any-return]
-        traced: Untyped = tf.function(lambda: self.container.result(), autograph=False)
+        traced: Any = tf.function(lambda: self.container.result(), autograph=False)
         # TensorFlow would take the functions of several models for one that it traces anew.
         concrete: Function = traced.get_concrete_function()
         return concrete
 
 
-def _is_updated(metric: KerasMetric, step: TrainStep | EvalStep) -> bool:
+def _is_updated(metric: Any, step: TrainStep | EvalStep) -> bool:
     """Returns whether a step updates a metric, of a model or of a layer in it."""
     if step.assigned is None and metric in metrics_inside(step.model):  # Of a resumed run.
         return any(np.any(variable.numpy()) for variable in metric.variables)
     return not (step.assigned or {}).keys().isdisjoint(map(id, metric.variables))
 
 
-def metrics_inside(model: KerasModel) -> list[KerasMetric]:
+def metrics_inside(model: KerasModel) -> list[Any]:
     """Returns the metrics that are attributes of a model or of its layers, not compile's."""
     return list(keras.layers.Layer.metrics.fget(model))
 
 
 def read_compiled(
-    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: BatchSpec
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any
 ) -> tuple[Options, EpochMetrics]:
     """Returns what a compiled model gives to a step for such batches, and the metrics in its logs.
 
@@ -138,7 +127,7 @@ def read_compiled(
     return given, EpochMetrics(metrics_inside(model), container)
 
 
-def _check_reductions(losses: Loss) -> None:
+def _check_reductions(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", "") in (None, "none"):
             raise LossError(
@@ -148,7 +137,7 @@ def _check_reductions(losses: Loss) -> None:
             )
 
 
-def check_labels(model: KerasModel, batch_spec: BatchSpec) -> None:
+def check_labels(model: KerasModel, batch_spec: Any) -> None:
     """Checks that batches have labels if the compiled losses or metrics need them."""
     arguments = compile_arguments(model)
     needing = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
@@ -176,17 +165,17 @@ def compile_arguments(model: KerasModel) -> Options:
     return arguments
 
 
-def _outputs(model: KerasModel, x: BatchSpec) -> Shard:
+def _outputs(model: KerasModel, x: Any) -> Shard:
     """Returns the symbolic outputs of a model for inputs of these types."""
     try:
         return call_on_shapes(model, x, training=False)
     except Exception:  # A model that needs real tensors may raise anything: trace it instead.
-        traced: Untyped = tf.function(lambda x: model(x, training=False), autograph=False)
+        traced: Any = tf.function(lambda x: model(x, training=False), autograph=False)
         with calling_once():
             return traced.get_concrete_function(x).structured_outputs
 
 
-def _by_key(values: Loss, y_pred: Shard) -> Loss:
+def _by_key(values: Any, y_pred: Shard) -> Any:
     """Returns a list of values for a dict of outputs as a dict, with the keys in Keras' order."""
     if not isinstance(values, (list, tuple)) or not isinstance(y_pred, Mapping):
         return values
@@ -194,7 +183,7 @@ def _by_key(values: Loss, y_pred: Shard) -> Loss:
     return dict(zip(keys, values, strict=True))
 
 
-def _by_output(lists: list[list[KerasMetric]], y_pred: Shard, keys: list[str] | None) -> Metrics:
+def _by_output(lists: list[list[Any]], y_pred: Shard, keys: list[str] | None) -> Any:
     """Returns the metrics of each output in the form that a step takes."""
     if not any(lists):
         return ()
@@ -217,7 +206,7 @@ class Compilation:
 
 
 def choose_compilation(
-    model: KerasModel, strategy: tf.distribute.Strategy, spec: BatchSpec
+    model: KerasModel, strategy: tf.distribute.Strategy, spec: Any
 ) -> Compilation:
     """Returns what ``model.compile(jit_compile=)`` means for batches of these type specs.
 

@@ -26,32 +26,22 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import (
-    Data,
-    Function,
-    KerasCallback,
-    KerasModel,
-    Model,
-    Nested,
-    Scalar,
-    Verbose,
-    Verify,
-)
+from tfmultigpu.types import Function, KerasModel, Model, Nested, Scalar, Verbose, Verify
 
 
 @in_one_thread
 def evaluate(
     model: Model,
-    data: Data = None,
-    y: Data = None,
+    data: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     verbose: Verbose = "auto",
-    sample_weight: Data = None,
+    sample_weight: Any = None,
     steps: int | None = None,
-    callbacks: KerasCallback = (),
+    callbacks: Any = (),
     return_dict: bool = False,
     *,
-    x: Data = None,
+    x: Any = None,
     logical_replicas: int | None = None,
     verify: Verify = "first",
 ) -> Nested:

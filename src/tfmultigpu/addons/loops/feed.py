@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,9 +14,9 @@ from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset
-from tfmultigpu.types import BatchSpec, Data, FitStart, Json, Untyped
+from tfmultigpu.types import FitStart
 
-_DataAdapter: Untyped = _compat.data_adapter()
+_DataAdapter: Any = _compat.data_adapter()
 
 
 class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc]
@@ -39,7 +40,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
 
     def __init__(
         self,
-        source: Data,
+        source: Any,
         batches: ShardedDataset,
         per_pass: int | None,
         steps: int | None = None,
@@ -47,7 +48,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         continues: bool = False,
         repeats: bool = False,
         position: Position | None = None,
-        description: Mapping[str, Json] | None = None,
+        description: Mapping[str, Any] | None = None,
         weights: str = "",
     ) -> None:
         # ``per_pass``: the batches of a pass, if known. ``repeats``: one iterator yields pass after
@@ -85,12 +86,12 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         """Returns the iterator that Keras hands to a step: this object."""
         return self
 
-    def __next__(self) -> BatchSpec:
+    def __next__(self) -> Any:
         """Returns the type specs of a batch, from which Keras would build the model."""
         return self.element_spec
 
     @property
-    def element_spec(self) -> BatchSpec:
+    def element_spec(self) -> Any:
         """The type specs of a batch."""
         return self.batches.cut.element_spec
 

@@ -14,13 +14,14 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
-from tfmultigpu.types import KerasCallback, KerasModel
+from tfmultigpu.types import KerasModel
 
 # Attributes in which callbacks of Keras, and those written like them, keep what they write to.
 _ATTRIBUTES = ("filepath", "filename", "log_dir", "backup_dir")
@@ -80,9 +81,7 @@ class WrittenPath:
         return f"{self.callback} with {self.attribute}={self.text!r}"
 
 
-def check_files(
-    exchange: WorkerExchange, callbacks: Sequence[KerasCallback], model: KerasModel
-) -> None:
+def check_files(exchange: WorkerExchange, callbacks: Sequence[Any], model: KerasModel) -> None:
     """Checks that no two workers write to one path; all workers must call it, and raise alike."""
     if exchange.workers == 1:
         return
@@ -111,7 +110,7 @@ def check_files(
         )
 
 
-def written_paths(callbacks: Iterable[KerasCallback]) -> list[WrittenPath]:
+def written_paths(callbacks: Iterable[Any]) -> list[WrittenPath]:
     """Returns the paths that callbacks write to, without devices such as ``/dev/null``."""
     paths = []
     for callback in callbacks:

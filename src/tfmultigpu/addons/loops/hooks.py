@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import keras
 import tensorflow as tf
@@ -24,10 +24,8 @@ from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import (
     FitStart,
-    KerasCallback,
     KerasModel,
     KerasOptimizer,
-    Logs,
     ResumingCallback,
     RunningFit,
     Verbose,
@@ -94,7 +92,7 @@ class Hooks:
                 wanted.append(every)
         return union(self.strategy, wanted)
 
-    def call(self, mode: Mode, moment: str, batch: int, logs: Logs = None) -> None:
+    def call(self, mode: Mode, moment: str, batch: int, logs: Any = None) -> None:
         """Calls a batch hook: ``moment`` is ``"begin"`` or ``"end"``."""
         for callback in self.callbacks:
             hook = getattr(callback, f"on_{mode}_batch_{moment}")
@@ -136,7 +134,7 @@ class Hooks:
             callback.on_fit_exit()
 
 
-def is_resuming(callback: KerasCallback) -> bool:
+def is_resuming(callback: Any) -> bool:
     """Returns whether a callback saves and resumes a training."""
     return isinstance(callback, ResumingCallback)
 
@@ -152,16 +150,16 @@ def not_ending_the_epoch(function: Callable[..., _Result], *args: object) -> _Re
         ) from error
 
 
-def to_list(callbacks: KerasCallback) -> list[KerasCallback]:
+def to_list(callbacks: Any) -> list[Any]:
     """Returns a callback, a sequence of them or a ``CallbackList`` as a list."""
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
-    given: Iterable[KerasCallback] = getattr(callbacks, "callbacks", callbacks) or ()
+    given: Iterable[Any] = getattr(callbacks, "callbacks", callbacks) or ()
     return list(given)
 
 
 def check_callbacks(
-    callbacks: Iterable[KerasCallback],
+    callbacks: Iterable[Any],
     model: KerasModel = None,
     step: TrainStep | ChainedStep | None = None,
 ) -> None:
@@ -205,9 +203,7 @@ def check_callbacks(
 
 
 @contextmanager
-def swapping_averages(
-    callbacks: Iterable[KerasCallback], optimizer: KerasOptimizer
-) -> Iterator[None]:
+def swapping_averages(callbacks: Iterable[Any], optimizer: KerasOptimizer) -> Iterator[None]:
     """Has callbacks that swap moving averages swap the averages of the replicas that own them.
 
     Nothing of it stays on the callbacks of the user.
@@ -235,7 +231,7 @@ def swapping_averages(
         yield
 
 
-def every_batches(callback: KerasCallback, mode: Mode) -> int | None:
+def every_batches(callback: Any, mode: Mode) -> int | None:
     """Returns the batches between calls of a callback; None for after calls of any length.
 
     A callback with batch hooks is called for each batch, or every ``every_batches`` batches: an

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,7 +24,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import is_arrays, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import Data, FitStart, Json, KerasModel, Scalar, Shard
+from tfmultigpu.types import FitStart, KerasModel, Scalar, Shard
 
 _STEPS = {"training": "steps_per_epoch", "validation": "validation_steps"}
 
@@ -39,7 +40,7 @@ class Source:
         is_arrays: Whether it is arrays, of which batches are made; else it yields them.
     """
 
-    data: Data
+    data: Any
     is_arrays: bool
 
 
@@ -89,7 +90,7 @@ def check_steps(steps: object, name: str = "steps") -> int | None:
 
 
 def source_of(
-    function: str, data: Data, *, x: Data = None, y: Data = None, sample_weight: Data = None
+    function: str, data: Any, *, x: Any = None, y: Any = None, sample_weight: Any = None
 ) -> Source:
     """Returns the data of a call of a function, with Keras' arguments ``x``, ``y`` and weights."""
     if (data is None) == (x is None):
@@ -122,7 +123,7 @@ def source_of(
     return source
 
 
-def validation_source(data: Data) -> Source:
+def validation_source(data: Any) -> Source:
     """Returns the data of a validation; a list is ``(x, y)``, as in Keras."""
     if isinstance(data, list):
         data = tuple(data)
@@ -171,7 +172,7 @@ def feed_of(
     return _feed_of_batches(strategy, source.data, reading)
 
 
-def _feed_of_batches(strategy: tf.distribute.Strategy, data: Data, reading: Reading) -> Feed:
+def _feed_of_batches(strategy: tf.distribute.Strategy, data: Any, reading: Reading) -> Feed:
     """Returns the feed of data that yields global batches."""
     batches = _distributed(data, strategy, reading)
     per_pass = _length(data, batches, reading)
@@ -196,7 +197,7 @@ def _feed_of_batches(strategy: tf.distribute.Strategy, data: Data, reading: Read
 
 
 def _feed_of_arrays(
-    model: KerasModel, strategy: tf.distribute.Strategy, data: Data, reading: Reading
+    model: KerasModel, strategy: tf.distribute.Strategy, data: Any, reading: Reading
 ) -> Feed:
     """Returns the feed of arrays, of which one iterator makes pass after pass: that is faster."""
     arrays = tensors_of_arrays(data)
@@ -215,7 +216,7 @@ def _feed_of_arrays(
     size = check_count("batch_size", batch_size, error=DataError)
     per_pass = math.ceil(rows / size)
 
-    description: dict[str, Json] = {"rows": rows, "batch_size": size, "shuffle": reading.shuffle}
+    description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": reading.shuffle}
     start = reading.start
     if reading.resumes:
         description["digest"] = int(digest(arrays))
@@ -241,14 +242,14 @@ def _feed_of_arrays(
     )
 
 
-def _weights_of(data: Data, reading: Reading) -> str:
+def _weights_of(data: Any, reading: Reading) -> str:
     """Returns which argument gives arrays their sample weights."""
     if reading.class_weight is not None:
         return "class_weight"
     return "sample_weight" if isinstance(data, tuple) and len(data) == 3 else ""
 
 
-def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading) -> ShardedDataset:
+def _distributed(data: Any, strategy: tf.distribute.Strategy, reading: Reading) -> ShardedDataset:
     """Returns batches as shards; of data that is distributed already no argument may change it."""
     # The batch size of fit is for its own arrays.
     batch_size = None if reading.purpose == "validation" else reading.batch_size
@@ -280,7 +281,7 @@ def _distributed(data: Data, strategy: tf.distribute.Strategy, reading: Reading)
     return data.read_apart()
 
 
-def _length(data: Data, batches: ShardedDataset, reading: Reading) -> int | None:
+def _length(data: Any, batches: ShardedDataset, reading: Reading) -> int | None:
     """Returns the batches of a pass, None if unknown; a pass without end needs ``steps``."""
     name = _STEPS.get(reading.purpose, "steps")
     batches_of_pass = batches.cardinality()

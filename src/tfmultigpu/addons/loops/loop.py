@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import keras
 import numpy as np
@@ -29,14 +29,12 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.tally import Layout, Numbers
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.topology import is_sharded
+from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.types import (
     Array,
-    Data,
     FitStart,
     KerasModel,
     KerasVariable,
-    Logs,
     Nested,
     RunningFit,
     Scalar,
@@ -131,7 +129,7 @@ class Loop(Generic[_Step]):
         """Has all workers end the loop if a callback of any asks for it."""
         self.hooks.agree_on_stopping(self.flag)
 
-    def __call__(self, feed: Data) -> dict[str, Nested]:
+    def __call__(self, feed: Any) -> dict[str, Nested]:
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
@@ -259,7 +257,7 @@ class EvaluationLoop(Loop[EvalStep]):
     by_rows = False
 
 
-def no_batches(data: Data) -> DataError:
+def no_batches(data: Any) -> DataError:
     """Returns the error for empty data."""
     return DataError(
         "The data has no batches.",
@@ -320,14 +318,14 @@ class EvaluationCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().__init__(hooks.callbacks, **params)
         self.evaluation = evaluation
 
-    def on_test_begin(self, logs: Logs = None) -> None:
+    def on_test_begin(self, logs: Any = None) -> None:
         """Begins a pass of an evaluation."""
         super().on_test_begin(logs)
         assert self.evaluation is not None
         self.evaluation.begin()
         self.evaluation.agree_on_stopping()
 
-    def _of_the_loop(self, batch: int, logs: Logs = None) -> None:
+    def _of_the_loop(self, batch: int, logs: Any = None) -> None:
         """Does nothing: Keras counts each batch, and a loop calls the hooks itself."""
 
     on_train_batch_begin = on_train_batch_end = _of_the_loop
@@ -357,7 +355,7 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         difference = hooks.exchange.find_difference("the callbacks of fit", {"kinds": kinds})
         self._compares_weights = difference is not None
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins an epoch, or the rest of one."""
         skipped = self.start.step if epoch == self.start.epoch else 0
         if skipped:  # Metrics that wait for shapes are restored, so they must exist.
@@ -366,12 +364,12 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         self._training.begin(skipped)
         self._training.agree_on_stopping()
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Calls the hooks; then all workers have one model, or an error."""
         super().on_epoch_end(epoch, logs)
         self._check_workers()
 
-    def on_train_end(self, logs: Logs = None) -> None:
+    def on_train_end(self, logs: Any = None) -> None:
         """Puts averages into all trained variables, as Keras has for one optimizer."""
         if self._hooks.params["epochs"] > 0:
             for part in self._trained:
@@ -420,7 +418,7 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
 def _check_averages(trained: Sequence[TrainStep]) -> None:
     """Checks that the ``fit`` of Keras can put moving averages into the variables at its end."""
     for part in trained:
-        if unwrap_optimizer(part.optimizer).use_ema and any(map(is_sharded, part.variables)):
+        if unwrap_optimizer(part.optimizer).use_ema and sharded_of(part.variables):
             raise LossError(
                 "The fit of Keras cannot put moving averages into sharded variables at its end.",
                 f"{type(part.optimizer).__name__} with use_ema=True",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,17 +22,7 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import (
-    Data,
-    KerasCallback,
-    KerasModel,
-    Logs,
-    Model,
-    Nested,
-    Shard,
-    Verbose,
-    Verify,
-)
+from tfmultigpu.types import KerasModel, Model, Nested, Shard, Verbose, Verify
 
 # Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
@@ -39,13 +30,13 @@ _AHEAD = 2
 
 def predict(
     model: Model,
-    data: Data = None,
+    data: Any = None,
     batch_size: int | None = None,
     verbose: Verbose = "auto",
     steps: int | None = None,
-    callbacks: KerasCallback = (),
+    callbacks: Any = (),
     *,
-    x: Data = None,
+    x: Any = None,
     verify: Verify = "first",
 ) -> Nested:
     """Predicts every example once, in the order of the data.
@@ -167,12 +158,12 @@ class PredictionCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().__init__(hooks.callbacks)
         self._hooks, self._loop = hooks, loop
 
-    def on_predict_begin(self, logs: Logs = None) -> None:
+    def on_predict_begin(self, logs: Any = None) -> None:
         """Begins the pass, once its callbacks know that it begins."""
         super().on_predict_begin(logs)
         self._loop.feed.begin_epoch()
 
-    def on_predict_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Calls the hooks with the outputs, which Keras is not given."""
         super().on_predict_batch_end(batch, {"outputs": self._loop.output})
         self._hooks.agree_on_stopping("stop_predicting")

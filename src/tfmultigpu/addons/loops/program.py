@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -34,7 +34,7 @@ from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.options import asked_for
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
-from tfmultigpu.types import BatchSpec, Function, KerasMetric, KerasModel, Metrics, Options, Verify
+from tfmultigpu.types import Function, KerasModel, Options, Verify
 
 _log = logging.getLogger("tfmultigpu")
 _Step = TypeVar("_Step", TrainStep, EvalStep)
@@ -128,7 +128,7 @@ class Program:
         pace = get_or_make(self.model, "pace", weakref.ref(step), calls)
         return TrainingLoop(self.model, hooks, feed, step, metrics, pace, width=width, seen=seen)
 
-    def _train_step(self, spec: BatchSpec) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
+    def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
         """Returns the step that trains on such batches, and the metrics in the logs."""
         model, strategy, step = self.model, self.strategy, self.step
         # A reference to the model would be a cycle that holds it until it is searched for.
@@ -141,7 +141,7 @@ class Program:
             options["jit_compile"] = compilation.by_xla
         if step is None and self.forward is None:
 
-            def make(loss: Objective, metrics: Metrics) -> TrainStep:
+            def make(loss: Objective, metrics: Any) -> TrainStep:
                 given = {"metrics": metrics, **options}
                 return make_train_step(proxy, model.optimizer, loss, strategy, **given)
 
@@ -153,13 +153,13 @@ class Program:
                 proxy, model.optimizer, None, strategy, forward=self.forward, **options
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
-        inside: list[KerasMetric] = []
+        inside: list[Any] = []
         for part in step.train_steps:
             inside += metrics_inside(part.model)
         return step, EpochMetrics(inside, None, steps)
 
     def _of_compiled(
-        self, purpose: str, key: object, spec: BatchSpec, make: Callable[..., _Step]
+        self, purpose: str, key: object, spec: Any, make: Callable[..., _Step]
     ) -> tuple[_Step, EpochMetrics]:
         """Returns the step for what the model was compiled with, and the metrics in its logs.
 
@@ -210,7 +210,7 @@ class Program:
             return EvaluationLoop(model, hooks, feed, step, metrics, pace)
         build_if_needed(model, strategy, spec)
 
-        def make(loss: Objective, metrics: Metrics) -> EvalStep:
+        def make(loss: Objective, metrics: Any) -> EvalStep:
             options: Options = {"verify": self.verify, "logical_replicas": dealt}
             return make_eval_step(proxy, loss, strategy, metrics=metrics, **options)
 
@@ -226,7 +226,7 @@ def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
     own = set(map(id, model.variables))
     trained: set[int] = set()
     for part in step.train_steps:
-        trained.update(map(id, part.variables))
+        trained.update(map(id, part.forward.trained))
     if own and trained and not own & trained:
         names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(

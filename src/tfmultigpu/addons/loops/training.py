@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import keras
 import tensorflow as tf
@@ -39,9 +39,7 @@ from tfmultigpu.steps.options import StepOptions, all_options, check_verify
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
-    Data,
     ForwardFunction,
-    KerasCallback,
     KerasModel,
     Model,
     Nested,
@@ -64,12 +62,12 @@ class KerasArguments(TypedDict, total=False):
             ``keras.utils.set_random_seed``, not on the number of replicas.
     """
 
-    callbacks: KerasCallback
+    callbacks: Any
     validation_split: float
-    validation_data: Data
+    validation_data: Any
     shuffle: bool
     class_weight: Mapping[int, float] | None
-    sample_weight: Data
+    sample_weight: Any
     initial_epoch: int
     steps_per_epoch: int | None
     validation_steps: int | None
@@ -84,13 +82,13 @@ class FitArguments(StepOptions, KerasArguments):
 @in_one_thread
 def fit(
     model: Model,
-    data: Data = None,
-    y: Data = None,
+    data: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: Verbose = "auto",
     *,
-    x: Data = None,
+    x: Any = None,
     forward: ForwardFunction | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
@@ -279,7 +277,7 @@ def _check_validation_is_read(
 def _check_same_arguments(
     strategy: tf.distribute.Strategy,
     arguments: Mapping[str, Nested],
-    callbacks: Sequence[KerasCallback],
+    callbacks: Sequence[Any],
 ) -> None:
     """Checks that workers were given the same arguments, as far as these can be compared."""
     resuming = [callback for callback in callbacks if is_resuming(callback)]

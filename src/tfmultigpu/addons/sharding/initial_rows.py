@@ -19,9 +19,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 
-_Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
-_Make: TypeAlias = Callable[[], _Value]
-_Original: TypeAlias = Callable[..., _Value]  # What a wrapper calls.
+_Make: TypeAlias = Callable[[], Any]
+_Original: TypeAlias = Callable[..., Any]  # What a wrapper calls.
 
 # By function of ``tf.random``: its operation.
 _DRAWS = {
@@ -34,7 +33,7 @@ _BLOCKS_OF_TRUNCATED = 64  # Set aside for one number, which is drawn until it i
 _TRIED = (11, 6)  # A shape.
 
 
-def made_in_parts(make: _Make, shape: Sequence[int], rows: Sequence[int]) -> Iterator[_Value]:
+def made_in_parts(make: _Make, shape: Sequence[int], rows: Sequence[int]) -> Iterator[Any]:
     """Yields the rows of each part of what ``make`` makes of a shape.
 
     Each part is made where this is when it is asked for, with the seeds of the first one. What
@@ -45,7 +44,7 @@ def made_in_parts(make: _Make, shape: Sequence[int], rows: Sequence[int]) -> Ite
     for number, count in enumerate(rows):
         left = iter(seeds)
 
-        def draw_seed(original: _Original, *args: _Value, **options: _Value) -> _Value:
+        def draw_seed(original: _Original, *args: Any, **options: Any) -> Any:
             if number:  # noqa: B023  # It is called in this turn.
                 return next(left)  # noqa: B023
             seeds.append(original(*args, **options))
@@ -60,13 +59,13 @@ def made_in_parts(make: _Make, shape: Sequence[int], rows: Sequence[int]) -> Ite
         first += count
 
 
-def makes_rows_alone(initializer: Callable[..., _Value], dtype: tf.DType = tf.float32) -> bool:
+def makes_rows_alone(initializer: Callable[..., Any], dtype: tf.DType = tf.float32) -> bool:
     """Returns whether an initializer makes the same rows without the others as with them."""
     if not _compat.is_part_of_keras(type(initializer)):
         return False  # It may do something when it is called.
     make = functools.partial(initializer, _TRIED, dtype=dtype.name)
 
-    def same(_: _Original, *__: _Value, **___: _Value) -> tf.Tensor:
+    def same(_: _Original, *__: Any, **___: Any) -> tf.Tensor:
         return tf.constant([3, 4], tf.int64)  # What is tried advances no seed.
 
     with patching(keras.random.SeedGenerator, "next", same), tf.device("CPU:0"):
@@ -84,11 +83,11 @@ def _making_rows(shape: tuple[int, ...], first: int, count: int) -> Iterator[Non
     size = math.prod(shape[1:])
     of_rows = (count, *shape[1:])
 
-    def fill(original: _Original, asked: _Value, *args: _Value, **more: _Value) -> _Value:
+    def fill(original: _Original, asked: Any, *args: Any, **more: Any) -> Any:
         is_whole = not tf.is_tensor(asked) and tuple(asked) == shape
         return original(of_rows if is_whole else asked, *args, **more)
 
-    def draw(name: str, original: _Original, *args: _Value, **options: _Value) -> _Value:
+    def draw(name: str, original: _Original, *args: Any, **options: Any) -> Any:
         asked = options.get("shape")
         if args or asked is None or tf.is_tensor(asked) or tuple(asked) != shape:
             return original(*args, **options)
@@ -107,7 +106,7 @@ def _making_rows(shape: tuple[int, ...], first: int, count: int) -> Iterator[Non
         yield
 
 
-def _numbers(name: str, seed: _Value, dtype: tf.DType, first: int, count: int) -> tf.Tensor:
+def _numbers(name: str, seed: Any, dtype: tf.DType, first: int, count: int) -> tf.Tensor:
     """Returns some of the numbers that a function of ``tf.random`` draws from a seed."""
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     # So many numbers are made together, from one block or from all that are set aside.

@@ -26,8 +26,7 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.xla import CompileByXla
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import add_on_device
-from tfmultigpu.strategies.row_parts import units_of
-from tfmultigpu.strategies.topology import is_sharded
+from tfmultigpu.strategies.row_parts import sharded_of
 
 _AHEAD = 1  # Layers whose weights are copied while the layer before them computes.
 _PASSED_ON = ("Cast", "Identity")
@@ -88,8 +87,7 @@ class ShardedReads(Feature):
         """Rewires the reads in what a replica traces."""
         devices = {
             id(variable.value.handle): variable.value.device
-            for variable in units_of(self._step.model.variables)
-            if is_sharded(variable)
+            for variable in sharded_of(self._step.model.variables)
         }
         if not devices:
             yield
@@ -140,8 +138,8 @@ class ShardedReads(Feature):
         """Returns the passes, the first with the sums and the others with None in their place."""
         parts: dict[_Key, list[Any]] = {}
         sums: dict[_Key, Any] = {}
-        trained = list(enumerate(self._step.variables)) if passes[0].gradients else []
-        sharded = [(i, variable.value) for i, variable in trained if is_sharded(variable)]
+        trained = self._step.trained if passes[0].gradients else []
+        sharded = [(i, each.copies[0]) for i, each in enumerate(trained) if each.is_sharded]
         gradients = [list(map(list, of_replica.gradients)) for of_replica in passes]
         for number in range(len(passes[0].gradients)):
             for i, variable in sharded:

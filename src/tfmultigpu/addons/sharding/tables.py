@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +27,6 @@ from tfmultigpu.strategies.row_parts import RowParts
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasLayer, KerasVariable
 
-_Value: TypeAlias = Any  # What TensorFlow takes for a tensor.
 # Bytes from which a table is divided, if nobody knows how much memory there is.
 LARGE_TABLE = 2**26
 
@@ -43,7 +42,7 @@ class Weight:
         is_table: Whether its rows may be divided over the devices.
     """
 
-    initializer: Callable[..., _Value]
+    initializer: Callable[..., Any]
     shape: tuple[int, ...]
     dtype: tf.DType
     is_table: bool
@@ -57,7 +56,7 @@ class Weight:
         """Returns the first value of all of it."""
         return tf.convert_to_tensor(self.initializer(self.shape, dtype=self.dtype.name), self.dtype)
 
-    def make_parts(self, rows: Sequence[int]) -> Iterator[_Value]:
+    def make_parts(self, rows: Sequence[int]) -> Iterator[Any]:
         """Yields the first value of some rows after others."""
         if makes_rows_alone(self.initializer, self.dtype):
             yield from made_in_parts(self.make, self.shape, rows)
@@ -74,10 +73,10 @@ _asking: ContextVar[list[Weight] | None] = ContextVar("asking", default=None)
 class _Telling:
     """An initializer that tells, if it is asked, what it is to make."""
 
-    def __init__(self, initializer: Callable[..., _Value], is_table: bool) -> None:
+    def __init__(self, initializer: Callable[..., Any], is_table: bool) -> None:
         self._initializer, self._is_table = initializer, is_table
 
-    def __call__(self, shape: _Value, dtype: _Value = None) -> _Value:
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
         asked = _asking.get()
         if asked is None:
             return self._initializer(shape, dtype=dtype)
@@ -90,7 +89,7 @@ def telling_weights() -> Iterator[None]:
     """Has the large weights that layers create here tell what they are."""
 
     def add_weight(
-        original: Callable[..., KerasVariable], layer: KerasLayer, *args: _Value, **options: _Value
+        original: Callable[..., KerasVariable], layer: KerasLayer, *args: Any, **options: Any
     ) -> KerasVariable:
         is_large = math.prod(options.get("shape") or ()) >= LARGE
         if args or not is_large or options.get("initializer") is None:
@@ -109,7 +108,7 @@ def telling_weights() -> Iterator[None]:
         yield
 
 
-def _is_table(layer: KerasLayer, options: dict[str, _Value]) -> bool:
+def _is_table(layer: KerasLayer, options: dict[str, Any]) -> bool:
     """Returns whether a weight is a table of which a layer does nothing but look up rows."""
     embedding = keras.layers.Embedding
     if not isinstance(layer, embedding) or type(layer).call is not embedding.call:
@@ -119,7 +118,7 @@ def _is_table(layer: KerasLayer, options: dict[str, _Value]) -> bool:
     return _adds_rows(options.get("regularizer"))
 
 
-def _assign(variable: KerasVariable, original: Callable[[_Value], _Value], value: _Value) -> _Value:
+def _assign(variable: KerasVariable, original: Callable[[Any], Any], value: Any) -> Any:
     """Assigns to a table; an array, also one in a file, part by part."""
     table = tf_variable(variable)
     is_array = not tf.is_tensor(value) and tuple(np.shape(value)) == tuple(variable.shape)
@@ -129,7 +128,7 @@ def _assign(variable: KerasVariable, original: Callable[[_Value], _Value], value
     return value
 
 
-def _adds_rows(regularizer: Callable[[_Value], _Value] | None) -> bool:
+def _adds_rows(regularizer: Callable[[Any], Any] | None) -> bool:
     """Returns whether the penalty of a table is the sum of the penalties of its parts."""
     if regularizer is None:
         return True
@@ -139,7 +138,7 @@ def _adds_rows(regularizer: Callable[[_Value], _Value] | None) -> bool:
         return bool(np.allclose(of_parts, regularizer(rows), rtol=1e-5))
 
 
-def made(initial: Callable[[], _Value]) -> Weight | tf.Tensor:
+def made(initial: Callable[[], Any]) -> Weight | tf.Tensor:
     """Returns the first value of a variable; of a large weight what it is, and nothing is made."""
     asked: list[Weight] = []
     token = _asking.set(asked)
@@ -189,7 +188,7 @@ def part_in_words(number: int, count: int, name: str) -> str:
 def create_parts(
     make_variable: Callable[..., tf.Variable],
     devices: Sequence[str],
-    values: Iterator[_Value],
+    values: Iterator[Any],
     name: str,
     *,
     trainable: bool,
@@ -212,15 +211,12 @@ def create_parts(
         parts.append(make_variable(device, value, name, trainable=trainable, part=part))
     rows = [int(part.shape[0] or 0) for part in parts]
 
-    def create_like(_: _Value, **options: _Value) -> RowParts:
-        initial = options["initial_value"]
-        make = functools.partial(_converted, initial, options["dtype"])
+    def create_like(_: Any, **options: Any) -> RowParts:
+        def make() -> tf.Tensor:
+            return tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+
         shape = [sum(rows), *parts[0].shape[1:]]
         values = made_in_parts(make, shape, rows)
         return create_parts(make_variable, devices, values, options["name"], trainable=False)
 
     return RowParts(parts, name, _private.share_identity(parts), create_like)
-
-
-def _converted(initial: Callable[[], _Value], dtype: _Value) -> tf.Tensor:
-    return tf.convert_to_tensor(initial(), dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ from tfmultigpu.arguments import check_callable
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.compare import values_of
 from tfmultigpu.strategies import create_strategy
-from tfmultigpu.types import Nested, Untyped
+from tfmultigpu.types import Nested
 
 # By name, the array; of a variable with a copy on each replica, all copies.
 Values: TypeAlias = dict[str, list[np.ndarray]]
@@ -155,7 +155,7 @@ def _named(
         yield name, [_array(value, name)]
 
 
-def _array(value: Untyped, name: str) -> np.ndarray:
+def _array(value: Any, name: str) -> np.ndarray:
     try:
         if tf.is_tensor(value):
             value = tf.convert_to_tensor(value)

@@ -18,7 +18,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import Array, Data, Function, Options, Scalar, Shard
+from tfmultigpu.types import Array, Function, Options, Scalar, Shard
 
 _TRAINING = "return tmg.testing.Training(model, optimizer, loss)"
 _PREDICTION, _TOLERANCE = "prediction", 1e-6
@@ -39,7 +39,7 @@ def assert_replica_invariant(
 @overload
 def assert_replica_invariant(
     build: Callable[[], Training],
-    dataset: Data,
+    dataset: Any,
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
@@ -53,7 +53,7 @@ def assert_replica_invariant(
 
 def assert_replica_invariant(
     build: Function,
-    dataset: Data = None,
+    dataset: Any = None,
     *,
     replicas: int | Sequence[int] = 2,
     strategy: tf.distribute.Strategy | None = None,
@@ -181,7 +181,7 @@ def _refuse_options(alone: Mapping[str, object]) -> None:
             )
 
 
-def _batches_of(dataset: Data) -> list[Shard]:
+def _batches_of(dataset: Any) -> list[Shard]:
     """Returns the global batches as tensors."""
     batches = [] if isinstance(dataset, tuple) else list(dataset)
     if not batches:

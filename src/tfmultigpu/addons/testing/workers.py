@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,7 +20,7 @@ from tfmultigpu.addons.workers.processes import (
     worker_environment,
 )
 from tfmultigpu.arguments import brief, check_count
-from tfmultigpu.types import Function, Untyped
+from tfmultigpu.types import Function
 
 _TAIL = 4000
 # Sets the parent's module search path, so that the worker can import the function.
@@ -50,7 +51,7 @@ class WorkerResult:
 
     index: int
     output: str
-    value: Untyped = None
+    value: Any = None
 
 
 def run_workers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +15,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import Strategy, Untyped
+from tfmultigpu.types import Strategy
 
 
 def memory_capacities(
@@ -93,7 +94,7 @@ def _given_memory(
 
 def _memory_left(name: str) -> float:
     """Returns the bytes of a device that nothing has taken yet."""
-    config: Untyped = tf.config
+    config: Any = tf.config
     owners = logical_to_physical()
     physical = owners.get(name, name)
     parts = [part for part, owner in owners.items() if owner == physical]

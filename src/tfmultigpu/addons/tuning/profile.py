@@ -14,7 +14,6 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.strategies.collectives import sum_over_replicas
-from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import Function, Shard
 
 _LARGE = 0.25  # A part is worth a change from this fraction of a step on.
@@ -179,17 +178,14 @@ def _time_all_reduce(step: TrainStep | ChainedStep, repeats: int) -> float:
     strategy = step.strategy
     added = []
     for part in step.train_steps:
-        for variable in part.variables:
-            if not is_sharded(variable):
-                added.append(tf_variable(variable))
+        added += [target.copies for target in part.trained if not target.is_sharded]
     if strategy.num_replicas_in_sync == 1 or not added:
         return 0.0
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def add() -> dict[str, tf.Tensor]:
-        copies = [strategy.experimental_local_results(variable) for variable in added]
         of_replicas = []
-        for own in zip(*copies, strict=True):
+        for own in zip(*added, strict=True):
             of_replicas.append([*map(tf.identity, own), tf.ones([])])
         sums, *_ = sum_over_replicas(strategy, of_replicas)
         firsts = [tf.cast(tf.reshape(total, [-1])[0], tf.float32) for total in sums]

@@ -14,15 +14,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step, contents_of_tables
+from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, contents_of_tables
 from tfmultigpu.steps.compare import Furthest, furthest, values_of, wide
 from tfmultigpu.strategies.topology import is_on_read
-from tfmultigpu.types import Array, Dtype, KerasLayer, Logs
+from tfmultigpu.types import Array, KerasLayer
 
 _TINY = float(np.finfo("float32").tiny)
 _EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
@@ -140,7 +140,7 @@ class Rounding:
         return self.bound + 4.0 * self.slack * math.sqrt(max(additions, 1.0))
 
 
-def _epsilon(dtype: Dtype) -> float:
+def _epsilon(dtype: Any) -> float:
     if dtype == tf.bfloat16:  # NumPy does not know it.
         return 2.0**-7
     return float(np.finfo(dtype.as_numpy_dtype).eps)
@@ -163,7 +163,7 @@ def beyond_bounds(
 
 
 def compared(
-    device: OneDevice, expected: Numbers, logs: Logs, bounds: Rounding
+    device: OneDevice, expected: Numbers, logs: Any, bounds: Rounding
 ) -> Iterator[Quantity]:
     """Yields what one device computed, with the same of the replicas, before it is put back."""
     numbers = {name: value.numpy() for name, value in device.named(logs).items()}
@@ -212,7 +212,7 @@ def compared(
         yield Quantity(key, name, beside, updates, 4.0 * bounds.of_sum(), slack)
 
 
-def _paths_in_metrics(step: Step) -> dict[int, str]:
+def _paths_in_metrics(step: Any) -> dict[int, str]:
     """Returns paths of the variables of metrics, by their ``id``, with the names users gave.
 
     Keras makes a metric of a function, and names its variables before it names the metric.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, Verification, beyond_bounds
-from tfmultigpu.addons.verification.one_device import OneDevice, Step, dense
+from tfmultigpu.addons.verification.one_device import OneDevice, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, cast_all
@@ -274,7 +274,7 @@ class _Passes:
 
 
 def locate(
-    step: Step, device: OneDevice, join: Function, local: list[Shard], offsets: Array, bound: float
+    step: Any, device: OneDevice, join: Function, local: list[Shard], offsets: Array, bound: float
 ) -> Culprit:
     """Returns the first draw, layer or operation of Keras that depends on the cut.
 
@@ -402,7 +402,7 @@ def _apart(
 
 
 def _forward(
-    step: Step, runs: Step, local: list[Shard], offsets: Tensor, *, in_blocks: bool = False
+    step: Any, runs: Any, local: list[Shard], offsets: Tensor, *, in_blocks: bool = False
 ) -> _Passes:
     """Runs the model on shards.
 

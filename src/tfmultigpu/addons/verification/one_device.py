@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.replicated import updating_by
 from tfmultigpu.addons.verification.other_scale import OtherScale
 from tfmultigpu.addons.verification.putting_back import Before, putting_back
 from tfmultigpu.data.batch_format import any_rows
@@ -25,21 +24,8 @@ from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
-from tfmultigpu.types import (
-    Array,
-    ConcreteFunction,
-    Function,
-    Graph,
-    KerasVariable,
-    Logs,
-    Nested,
-    Operation,
-    Shard,
-    Tensor,
-    Untyped,
-)
+from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tensor
 
-Step: TypeAlias = Any  # A step of one model: to train, evaluate or predict.
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
 
 
@@ -74,7 +60,7 @@ class OneDevice:
 
     def __init__(
         self,
-        step: Step,
+        step: Any,
         measure: Callable[[tf.Variable], Tensor],
         *,
         by_itself: bool = False,
@@ -94,12 +80,12 @@ class OneDevice:
         self.twin = step.on_one_device()
         if features:
             self.twin = self.twin.with_features([*self.twin.features, *features])
-        self._function: Untyped = tf.function(self._look, autograph=False, reduce_retracing=True)
+        self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._begins_at_ones = False
         self._known: Trace | None = None
         # By their graphs: batches of another structure are traced by themselves.
-        self._traces: dict[Graph, _Traced] = {}
+        self._traces: dict[Any, _Traced] = {}
         self._ran = _Traced(Trace(), Touched())
         self.updated: list[KerasVariable] = []
         self.smooth = 0
@@ -115,7 +101,7 @@ class OneDevice:
         """The states that layers and metrics assign; known once run."""
         return self._ran.trace.state
 
-    def named(self, logs: Logs) -> dict[str, Tensor]:
+    def named(self, logs: Any) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
         if not self.twin.names:
             return numbered("output", dense(logs))
@@ -123,7 +109,7 @@ class OneDevice:
         named.pop("steps", None)
         return named
 
-    def trace(self, batch: Shard, program: Program) -> ConcreteFunction:
+    def trace(self, batch: Shard, program: Program) -> Any:
         """Returns what computes a batch, traced if it was not; nothing runs."""
         self._known = None if self._by_itself else program.trace
         return self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
@@ -176,7 +162,7 @@ class OneDevice:
 
         Of a variable that is combined when it is read, the copies of one begin would be N.
         """
-        states: list[Untyped] = [state for state in self.states if not state.trainable]
+        states: list[Any] = [state for state in self.states if not state.trainable]
         for own in self.own:
             states.append(_compat.variable_of_handle(own.handle) or own)
         alike: list[tf.Variable] = []
@@ -261,38 +247,21 @@ class OneDevice:
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
                 variable.assign(value)
-        local = self.strategy.experimental_local_results
-
-        def update(
-            original: Function,
-            variable: KerasVariable,
-            function: Function,
-            args: Sequence[object],
-            kwargs: Mapping[str, object],
-        ) -> Operation:
-            def on_first(one: Tensor, *args: object, **kwargs: object) -> None:
-                if one is local(variable)[0]:
-                    function(one, *args, **kwargs)
-
-            return original(variable, on_first, args, kwargs=kwargs, group=False)
-
         gradient = gradient._replace(variables=self._ran.variables)
-        # That of an owner is one update anyway.
 
         def run() -> None:
-            with ExitStack() as contexts:
-                if not self.step.update.owned:
-                    contexts.enter_context(updating_by(self.strategy, update))
+            with self.step.update.on_first():
                 phases.update(self.step.update, gradient)
 
         if self.twin.logical_replicas is None:
             run()
         else:  # TensorFlow rewrites a graph so that some numbers round otherwise.
-            tf.function(run, autograph=False)()
+            traced: Any = tf.function(run, autograph=False)
+            traced.get_concrete_function()()
         phases.advance(self.step.features, gradient, [])
 
 
-def _update_is_known(step: Step) -> bool:
+def _update_is_known(step: Any) -> bool:
     """Returns whether one device knows the update: what all features do to the gradient."""
     if not isinstance(step, TrainStep):
         return False
@@ -308,7 +277,7 @@ def numbered(name: str, values: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"{name} {number}": value for number, value in enumerate(values)}
 
 
-def contents_of_tables(step: Step) -> Numbers:
+def contents_of_tables(step: Any) -> Numbers:
     """Returns the keys and the values of the tables that a step writes to, by name."""
     contents = {}
     for number, table in enumerate(step.runner.touched.tables):

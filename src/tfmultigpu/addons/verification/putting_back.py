@@ -6,14 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.steps.other_states import Handle
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.types import ConcreteFunction
 
 _WHOLE_NUMBERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # By their bytes.
 _LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
@@ -122,7 +121,7 @@ def contents_of(step: Run, handle: Handle, dtype: tf.DType) -> Contents:
 
 
 @contextmanager
-def putting_back(step: Run, *functions: ConcreteFunction) -> Iterator[list[Before]]:
+def putting_back(step: Run, *functions: Any) -> Iterator[list[Before]]:
     """Puts back, at the end, what concrete functions of a step change: variables and tables.
 
     Yields the variables as they are before.
@@ -136,7 +135,7 @@ def putting_back(step: Run, *functions: ConcreteFunction) -> Iterator[list[Befor
                 each.put_back()
 
 
-def _before(step: Run, functions: tuple[ConcreteFunction, ...]) -> list[Before]:
+def _before(step: Run, functions: tuple[Any, ...]) -> list[Before]:
     """Returns each variable that functions can assign, with its value."""
     found: dict[int, Before] = {}
     firsts: dict[int, tf.Tensor] = {}

@@ -17,7 +17,7 @@ from tfmultigpu import _compat
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import Culprit, explain, explain_norms, locate
-from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, Step
+from tfmultigpu.addons.verification.one_device import Numbers, OneDevice
 from tfmultigpu.addons.verification.putting_back import contents_of, putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
 from tfmultigpu.data import partition
@@ -95,7 +95,7 @@ class Verify(Feature):
         if verify == "gradients":
             self._measure = tf.identity
 
-    def bind(self, step: Step) -> None:
+    def bind(self, step: Any) -> None:
         """Keeps the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
@@ -269,7 +269,7 @@ class Verify(Feature):
             sizes.append(parts - 1)
         return sizes
 
-    def _of_copies(self, step: Step, batch: Batch, rows: int) -> Verification | None:
+    def _of_copies(self, step: Any, batch: Batch, rows: int) -> Verification | None:
         """Returns the outcome for so few rows that replicas have copies; None if nothing shows."""
         comparison = self._compared(step, batch, rows)
         outcome, one = comparison.verification, comparison.one
@@ -281,7 +281,7 @@ class Verify(Feature):
 
     # One comparison -----------------------------------------------------------------------------
 
-    def _compared_twice(self, step: Step, batch: Batch, rows: int) -> _Comparison:
+    def _compared_twice(self, step: Any, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, again from other states if these are zero.
 
         A state of zero hides what it is multiplied by: N times 0 is 0.
@@ -294,7 +294,7 @@ class Verify(Feature):
             again = self._compared(step, batch, rows)
         return again if again.verification.outcome == "different" else comparison
 
-    def _compared(self, step: Step, batch: Batch, rows: int) -> _Comparison:
+    def _compared(self, step: Any, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, changing nothing; all workers call it."""
         one, reason = _attempt(functools.partial(self._whole, step, batch, rows))
         if reason:
@@ -305,7 +305,7 @@ class Verify(Feature):
             return _Comparison(Verification("not verified", reason), one)
         return self._agreed(one, numbers)
 
-    def _whole(self, step: Step, batch: Batch, rows: int) -> _One:
+    def _whole(self, step: Any, batch: Batch, rows: int) -> _One:
         """Returns what the first rows of the batch give on one device, and how to compare that.
 
         All workers call it. Code of the user fails in a trace, maybe on one worker alone: then none
@@ -316,7 +316,7 @@ class Verify(Feature):
         run = functools.partial(self._run, one)
         return self._exchange.together("what one device computes", run)
 
-    def _traced(self, step: Step, batch: Batch, rows: int) -> _One:
+    def _traced(self, step: Any, batch: Batch, rows: int) -> _One:
         """Returns the first rows of the batch, with what computes them traced."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
@@ -469,7 +469,7 @@ def _warn_of(outcome: Verification) -> None:
         )
 
 
-def _refuse_what_stays(step: Step) -> None:
+def _refuse_what_stays(step: Any) -> None:
     """Raises an error if the step changes what cannot be put back; before anything runs."""
     for state in step.runner.touched.states:
         if state.kind == "python":

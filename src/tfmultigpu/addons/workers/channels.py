@@ -9,14 +9,13 @@ import socket
 import struct
 import time
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tfmultigpu.addons.workers.sources import port_advice
 from tfmultigpu.clusters import Cluster, split_address
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.types import Json
 
-Message: TypeAlias = dict[str, Json]  # What JSON holds.
+Message: TypeAlias = dict[str, Any]  # What JSON holds.
 _RESOLVE_SECONDS = 10.0
 _MESSAGE_SECONDS = 2
 _LONGEST_MESSAGE = 1 << 20

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,7 +23,6 @@ from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.types import Untyped
 
 # All workers are here when TensorFlow starts, so these are long.
 _REGISTER_SECONDS = 30.0
@@ -51,7 +51,7 @@ def join(
     }
     channels = meet(cluster, card, timeout, problem)
     ends = Ends(cluster.index or 0, channels)
-    distribute: Untyped = tf.distribute
+    distribute: Any = tf.distribute
     options = distribute.experimental.CommunicationOptions(implementation=communication)
     resolver = distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(cluster.workers)}),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.types import Json
 
 _EXAMPLE = (
     'It looks like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
@@ -73,7 +73,7 @@ def _read(text: str) -> Cluster:
     return Cluster([*chief, *workers], None if job == "evaluator" else index, source="TF_CONFIG")
 
 
-def _read_jobs(cluster: dict[str, Json]) -> dict[str, list[str]]:
+def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the addresses by task type; ``master`` is read as ``chief``."""
     jobs: dict[str, list[str]] = {}
     for key, addresses in cluster.items():
@@ -89,14 +89,14 @@ def _read_jobs(cluster: dict[str, Json]) -> dict[str, list[str]]:
     return jobs
 
 
-def _job_of(kind: Json) -> Json:
+def _job_of(kind: Any) -> Any:
     """Returns a task type as TensorFlow calls it today."""
     if kind == "master":
         return "chief"
     return kind
 
 
-def _read_task(task: dict[str, Json], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
+def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
     job, index = _job_of(task.get("type")), task.get("index")
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
     if job != "evaluator" and job not in list(jobs):

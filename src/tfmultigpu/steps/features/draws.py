@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -35,7 +36,7 @@ from tfmultigpu.lists import pick
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
-from tfmultigpu.types import Function, Nested, Options, Scalar, SeedGenerator, Tensor
+from tfmultigpu.types import Function, Nested, Options, Scalar, Tensor
 from tfmultigpu.user_code import place_of_user
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
@@ -102,13 +103,13 @@ class GlobalSeeds:
         used: The states of all generators that were drawn from, once traced.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, used: list[SeedGenerator]) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, used: list[Any]) -> None:
         self.generator = _compat.global_seeds()
         self.used = used
         self._strategy = strategy
 
     def next_of(
-        self, original: Function, generator: SeedGenerator, *args: object, **kwargs: object
+        self, original: Function, generator: Any, *args: object, **kwargs: object
     ) -> Tensor:
         """Returns a seed from a generator, by ``original``, and notes that it was drawn from."""
         if id(generator.state) not in map(id, self.used):
@@ -132,7 +133,7 @@ class GlobalSeeds:
                 self.generator = pool.submit(self._make, original).result()
         return self.generator
 
-    def _is_on_replicas(self, generator: SeedGenerator) -> bool:
+    def _is_on_replicas(self, generator: Any) -> bool:
         state = generator.state.value  # A tensor where it was assigned to already.
         if self._strategy.num_replicas_in_sync == 1 or not isinstance(state, tf.Variable):
             return True
@@ -149,7 +150,7 @@ class GlobalSeeds:
 
 @contextmanager
 def sharing_seeds(
-    strategy: tf.distribute.Strategy, used: list[SeedGenerator] | None = None
+    strategy: tf.distribute.Strategy, used: list[Any] | None = None
 ) -> Iterator[GlobalSeeds]:
     """Has draws without a seed, on this thread, draw from one generator of all replicas.
 

@@ -12,15 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from tfmultigpu.steps.values import Call, Gradient, Phase, Replica, Rows
-from tfmultigpu.types import (
-    Context,
-    KerasMetric,
-    KerasModel,
-    KerasOptimizer,
-    KerasVariable,
-    Scalar,
-    Untyped,
-)
+from tfmultigpu.types import Context, KerasModel, KerasOptimizer, KerasVariable, Scalar
 
 # run(body, most, count, values): number, *values = body(number, *values) for 1 to count - 1.
 Loop = Callable[[Callable[..., Any], int, Any, Sequence[Any]], list[Any]]
@@ -38,10 +30,10 @@ class BoundStep(Protocol):
         features: All its features, in their order.
     """
 
-    strategy: Untyped
+    strategy: Any
     model: KerasModel
     optimizer: KerasOptimizer
-    metrics: Sequence[KerasMetric]
+    metrics: Sequence[Any]
     features: Sequence[Feature]
 
     @property
@@ -71,7 +63,7 @@ class Feature:
     colocates_gradients = False
     traces_once = False
     loop: Loop | None = None
-    verification: Untyped = None
+    verification: Any = None
 
     def __init_subclass__(cls) -> None:
         """Refuses a method that is named nearly as a hook, and so would never be called."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -16,9 +16,9 @@ from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs
-from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
+from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
-from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Untyped
+from tfmultigpu.types import Context, KerasVariable, Scalar, Shard
 from tfmultigpu.user_code import warn
 
 
@@ -142,7 +142,7 @@ class LogicalReplicas(Feature):
 
     def _summed_states(self) -> list[KerasVariable]:
         """Returns the variables of metrics, which are added up when they are read."""
-        model: Untyped = self._step.model
+        model: Any = self._step.model
         states: list[KerasVariable] = []
         for metric in (*self._step.metrics, *getattr(model, "metrics", ())):
             states += filter(is_on_read, metric.variables)
@@ -189,7 +189,7 @@ class _Adding:
 
     def __init__(self) -> None:
         options = _compat.called_as_whole()
-        self._add: Untyped = tf.function(_add_each, autograph=False, **options)
+        self._add: Any = tf.function(_add_each, autograph=False, **options)
 
     def __call__(self, left: _Group, right: _Group) -> _Group:
         sums: list[Pass] = []
@@ -200,8 +200,8 @@ class _Adding:
         return _Group(left.size + right.size, sums)
 
 
-def _add_each(left: Sequence[Gradient], right: Sequence[Gradient]) -> list[Gradient]:
-    sums: list[Gradient] = []
+def _add_each(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    sums: list[Any] = []
     for before, addend in zip(left, right, strict=True):
         if is_list(addend):
             sums.append(unique(joined([before, addend])))
@@ -210,11 +210,11 @@ def _add_each(left: Sequence[Gradient], right: Sequence[Gradient]) -> list[Gradi
     return sums
 
 
-def _addends(result: Pass) -> list[Gradient]:
+def _addends(result: Pass) -> list[Any]:
     return [*result.shared, *result.addends]
 
 
-def _with_addends(result: Pass, values: Sequence[Gradient]) -> Pass:
+def _with_addends(result: Pass, values: Sequence[Any]) -> Pass:
     count = len(result.shared)
     return result.with_addends(values[count:])._replace(shared=tuple(values[:count]))
 

@@ -9,30 +9,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.table_rows import is_table
+from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.steps.assignments import deferred_here
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.values import Rows
-from tfmultigpu.strategies.row_parts import RowParts
+from tfmultigpu.strategies.row_parts import RowParts, whole_of
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.types import KerasVariable
 
-_Value: TypeAlias = Any  # What TensorFlow takes and gives.
-
 # The variables whose single rows steps write to, by their ``id``.
-_written: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
+_written: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def note_written(variables: Iterable[KerasVariable]) -> None:
+def note_written(trained: Iterable[Target]) -> None:
     """Notes variables whose single rows a step writes to, before it is traced."""
-    for variable in variables:
-        value = tf_variable(variable)
-        _written[id(value)] = value
+    for target in trained:
+        if target.takes == "rows":
+            value = tf_variable(whole_of(target.variable))
+            _written[id(value)] = value
 
 
 def written_of(tables: Iterable[KerasVariable]) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Lookups(Feature):
     only rows are then copied. Any other is read as Keras reads it.
     """
 
-    def bind(self, step: _Value) -> None:
+    def bind(self, step: Any) -> None:
         """Keeps the step, which knows its model and who updates it."""
         self._step = step
 
@@ -63,7 +63,7 @@ class Lookups(Feature):
     @contextmanager
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has lookups on this replica read rows."""
-        tables: dict[int, _Value] = {}
+        tables: dict[int, Any] = {}
         for variable in self._step.model.variables:
             if is_table(variable) and (_is_written(variable) or is_sharded(variable)):
                 tables[id(variable)] = tf_variable(variable)  # Keras casts it in a layer.
@@ -71,7 +71,7 @@ class Lookups(Feature):
             yield
             return
 
-        def look_up(original: _Value, *args: _Value, **options: _Value) -> _Value:
+        def look_up(original: Any, *args: Any, **options: Any) -> Any:
             read = None
             if len(args) == 2 and id(args[0]) in tables and options in ({}, {"axis": 0}):
                 read = _reader(args[0], tables[id(args[0])])
@@ -82,7 +82,7 @@ class Lookups(Feature):
                 return ids.with_flat_values(tf.cast(read(ids.flat_values), table.dtype))
             return tf.cast(read(tf.convert_to_tensor(ids)), table.dtype)
 
-        def shape(original: _Value, table: _Value, *args: _Value, **options: _Value) -> _Value:
+        def shape(original: Any, table: Any, *args: Any, **options: Any) -> Any:
             if id(table) not in tables:
                 return original(table, *args, **options)
             # TensorFlow would take the value first, and the shape of that.
@@ -97,7 +97,7 @@ class Lookups(Feature):
             yield
 
 
-def _reader(table: KerasVariable, value: _Value) -> Callable[[_Value], tf.Tensor] | None:
+def _reader(table: KerasVariable, value: Any) -> Callable[[Any], tf.Tensor] | None:
     """Returns what reads rows of a table on this replica; None if it has another value here."""
     scope = deferred_here()
     if scope is None or scope.has_value(table):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -13,7 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import present
-from tfmultigpu.types import Function, Nested, Operation
+from tfmultigpu.types import Function, Nested
 
 Value: TypeAlias = Nested  # A tensor, or what else a function is given and gives.
 
@@ -25,13 +25,13 @@ _REPEATABLE = (
 
 
 @contextmanager
-def noting_operations() -> Iterator[list[Operation]]:
+def noting_operations() -> Iterator[list[Any]]:
     """Yields a list that has, at the end, the operations that this replica has made meanwhile.
 
     Replicas that meet, in a synchronized layer, take turns in one graph.
     """
     graph: Value = tf.compat.v1.get_default_graph()
-    operations: list[Operation] = []
+    operations: list[Any] = []
     begin = len(graph.get_operations())
 
     def meet(original: Function, *args: Value, **kwargs: Value) -> Value:
@@ -46,7 +46,7 @@ def noting_operations() -> Iterator[list[Operation]]:
     operations.extend(graph.get_operations()[begin:])
 
 
-def check_effects(function: Function, operations: Sequence[Operation]) -> None:
+def check_effects(function: Function, operations: Sequence[Any]) -> None:
     """Checks that a function does nothing that a second call would do once more, or otherwise."""
     found = sorted({operation.type for operation in _effects(operations)})
     if found:
@@ -62,7 +62,7 @@ def check_effects(function: Function, operations: Sequence[Operation]) -> None:
 
 def check_captures(
     function: Function,
-    operations: Sequence[Operation],
+    operations: Sequence[Any],
     inputs: Sequence[Value],
     trained: Sequence[Value],
 ) -> None:
@@ -109,7 +109,7 @@ def _depends(tensors: list[Value], trained: Sequence[Value]) -> bool:
     return bool(present(tf.gradients(tensors, list(trained))))
 
 
-def _effects(operations: Sequence[Operation]) -> Iterator[Operation]:
+def _effects(operations: Sequence[Any]) -> Iterator[Any]:
     for operation in operations:
         if not operation.op_def.is_stateful or operation.type.startswith(_REPEATABLE):
             continue
