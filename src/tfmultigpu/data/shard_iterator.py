@@ -20,6 +20,7 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.sources import untuned
 from tfmultigpu.errors import DataError
+from tfmultigpu.recorder import noting
 from tfmultigpu.types import Batches, Data, Shard, Untyped
 
 # Those that a user holds, or a traceback, when the program ends.
@@ -66,12 +67,14 @@ class ShardIterator(Iterator[Shard]):
         cut: Makes shards and batches of its elements.
         elements: The dataset that the iterator reads; None in a ``tf.function``.
         never_ends: Whether the data is known to have no end.
+        read: The batches that ``next`` has returned, outside of a ``tf.function``.
     """
 
     source: Data
     cut: Cut
     elements: Batches | None = None
     never_ends: bool = False
+    read: int = 0
 
     @classmethod
     def over(cls, source: Data, elements: Batches, cut: Cut, *, never_ends: bool) -> ShardIterator:
@@ -123,7 +126,10 @@ class ShardIterator(Iterator[Shard]):
         if tf.inside_function():
             return self.get_next()
         try:
-            return self.cut.to_batch(next(self.source))
+            with noting("next batch", "of the pass", self.read + 1):
+                element = next(self.source)
+            self.read += 1
+            return self.cut.to_batch(element)
         except tf.errors.InvalidArgumentError as error:
             raise as_data_error(error) from None
 

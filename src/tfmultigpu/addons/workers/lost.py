@@ -25,6 +25,7 @@ from tfmultigpu.addons.workers.notes import note_lost
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
 from tfmultigpu.strategies.worker_exchange import different_calls
+from tfmultigpu.types import Json
 
 # TensorFlow has no error class for a lost worker, so its texts decide: those of 2.19 to 2.21.
 _ABORTED = "tfmultigpu: a worker was lost"
@@ -102,6 +103,17 @@ class JoinedWorkers:
                 return value
         _compat.set_cluster_value(name, value)
         return value
+
+    def states(self, seconds: float) -> dict[int, Json]:
+        """Returns what each other worker does, as its watch says; see ``recorder.describe``.
+
+        ``{"ended": how}`` is in place of the state of one that has ended; None says that it is not
+        watched. A worker that does not answer within so many seconds is left out.
+        """
+        answers: dict[int, Json] = self._ends.ask(len(self.workers), seconds)
+        for worker, end in self._ends.wait(0.0).items():
+            answers[worker] = {"ended": end.how}
+        return answers
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
         if not isinstance(error, tf.errors.OpError):
