@@ -46,8 +46,8 @@ def clue_of(state: Mapping[str, Json], threads: Sequence[Json]) -> Json:
             said.append(f"thread {thread['name']!r} at {place(takes_lock(thread['frames']))}")
         return [
             "deadlock",
-            f"a deadlock: {' and '.join(said)} wait for locks, each probably for the lock of "
-            "another. Let all threads take the locks in one order",
+            f"{' and '.join(said)} wait for locks, probably for each other's, which is a "
+            "deadlock; let all threads take the locks in one order",
         ]
     for thread in threads:
         code = last_own(thread["frames"])
@@ -56,21 +56,22 @@ def clue_of(state: Mapping[str, Json], threads: Sequence[Json]) -> Json:
         if not passes(thread["frames"], "data/ops/from_generator_op.py"):
             return ["py_function", f"a tf.py_function has not returned, at {place(code)}"]
         if _reads(state, frames):
-            return ["generator", f"the generator of the data does not yield, at {place(code)}"]
+            return ["generator", f"the generator of the data has not yielded, at {place(code)}"]
     if frames and takes_lock(frames) is not None:
-        return ["lock", f"a lock that another thread holds, at {place(takes_lock(frames))}"]
+        return ["lock", f"it waits for a lock that another thread holds, at {place(takes_lock(frames))}"]
     code = last_own(frames)
     at = "" if code is None else f", at {place(code)}"
     if passes(frames, "/metrics/", "result") and passes(frames, "python/distribute/"):
-        return ["metric", f"result() of a metric, which adds the values of all workers{at}"]
+        text = "it waits in result() of a metric, which adds the values of all workers"
+        return ["metric", f"{text}{at}; call it on every worker"]
     if state["first"]:
-        return ["compile", f"the first step of a kind is traced and compiled{at}"]
+        return ["compile", f"the first step of its kind is traced and compiled{at}"]
     if state["phase"] == "next batch" or (state["phase"] is None and _in_iterator(frames)):
-        return ["input", f"tf.data, which makes the next batch without Python{at}"]
+        return ["input", f"it waits for tf.data, which makes the next batch without Python{at}"]
     if state["phase"] is None and passes(frames, "framework/ops.py", "numpy", "_numpy"):
-        return ["read", f"the devices, whose result is read{at}"]
+        return ["read", f"it waits for the result of a device{at}"]
     if state["phase"] is None:
-        return ["code", f"your own code{at}"]
+        return ["code", f"it is in your own code{at}"]
     return None
 
 
@@ -91,7 +92,7 @@ def _of_disk(state: Mapping[str, Json], frames: Sequence[Json]) -> str:
     if disk is not None:
         room = f"its disk has {disk['free']:,} of {disk['total']:,} bytes free"
     at = f", at {place(frames[-1])}" if frames else ""
-    return f"the {state['phase']} of {state['what']} does not end{at}; {room}"
+    return f"the {state['phase']} of {state['what']} has not ended{at}; {room}"
 
 
 # What all of them know. ---------------------------------------------------------------------------
@@ -116,8 +117,9 @@ def in_a_line(state: Mapping[str, Json]) -> str:
         return f"{who} is in steps {number} to {last} of {what}, which read their batches, {since}"
     if phase == "call":
         return f"{who} is in step {number} of {what} {since}{shapes}"
-    numbered = "" if number is None else f" {number}"
-    return f"{who} is in the phase {phase}{numbered} ({what}) {since}".replace(" ()", "")
+    numbered = "" if number is None else f", number {number},"
+    of = f" ({what})" if what else ""
+    return f"{who} is in the phase {phase!r}{numbered} {since}{of}"
 
 
 def likely_cause(states: Mapping[int, Mapping[str, Json]]) -> str:
@@ -144,16 +146,17 @@ def likely_cause(states: Mapping[int, Mapping[str, Json]]) -> str:
         waits = kinds.get(kind, {})
         if waits and not (kind == "metric" and len(waits) == len(states)):
             worker, text = next(iter(waits.items()))
-            if not several:
-                return f"It waits for {text}." if kind in ("lock", "metric") else f"It is {text}."
-            if kind == "metric":
-                return f"Worker {worker} waits in {text}, and not all workers call it."
-            return f"Worker {worker}: {text}. The others wait for it."
+            return _named(worker, text, several) + (" The others wait for it." if several else "")
     if "compile" in kinds:
         worker, text = next(iter(kinds["compile"].items()))
-        who = f"Worker {worker}: {text}" if several else text[0].upper() + text[1:]
-        return f"This is not a hang: {who}. Later steps do not."
+        return f"This is not a hang. {_named(worker, text, several)} Later steps take less."
     return _of_progress(known, kinds)
+
+
+def _named(worker: int, text: str, several: bool) -> str:
+    if several:
+        return f"Worker {worker}: {text}."
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _of_progress(
@@ -161,13 +164,13 @@ def _of_progress(
 ) -> str:
     """Returns the likely cause where no process has one of its own: who is behind whom."""
     waiting = [worker for worker, state in known.items() if state["clue"] is None]
-    for kind in ("input", "code"):
+    for kind in ("input", "code", "read"):
         for worker, text in kinds.get(kind, {}).items():
             if not waiting:
-                return f"It waits for {text}." if kind == "input" else f"It is in {text}."
+                return _named(worker, text, len(known) > 1)
             behind, ahead = known[worker], known[waiting[0]]
             lines = f"{in_a_line(behind)}. {in_a_line(ahead)} and waits for it."
-            if kind == "input":
+            if kind != "code":
                 return lines
             return f"{lines} Worker {worker} had a batch less, or left its loop before the others."
     calls = {(state["phase"], state["what"], state["number"]) for state in known.values()}

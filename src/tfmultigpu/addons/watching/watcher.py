@@ -57,7 +57,7 @@ class Watcher:
         """Begins a watch, which counts from now on."""
         with self._lock:
             self.watches.append(watch)
-            self._floor = time.monotonic()
+            self._floor, self._reports = time.monotonic(), 0
             if len(self.watches) == 1:
                 self._looked, self._stop = self._floor, threading.Event()
                 recorder.begin(describe)
@@ -93,7 +93,6 @@ class Watcher:
         now = time.monotonic()
         if now - self._looked > interval + watch.seconds / 2:
             self._floor = now  # This process was stopped itself, with all that it waits for.
-        self._looked = now
         since = max(states.longest_wait()[1], self._floor)
         if since != self._since:
             if self._reports:
@@ -102,6 +101,7 @@ class Watcher:
         if now - since >= self._due:
             self._due *= 2
             self._report(watch)
+        self._looked = time.monotonic()
 
     def _report(self, watch: Settings) -> None:
         report = states.report()
