@@ -82,6 +82,7 @@ def test_a_generator_that_blocks(trained: Any, tmp_path: Path, capsys: Any) -> N
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("loop", ["tmg", "Keras"])
 # Fails if a watch as a callback does not see what fit waits for, or does not end with it.
 def test_in_fit(trained: Any, tmp_path: Path, loop: str) -> None:
@@ -99,6 +100,7 @@ def test_in_fit(trained: Any, tmp_path: Path, loop: str) -> None:
             history = model.fit(data, callbacks=[watch], shuffle=False, verbose=0)
     assert len(history.history["loss"]) == 1
     assert report_in(tmp_path)["clue"][0] == "generator"
+    assert not recorder.innermost
 
 
 # Fails if what a disk holds up is not named, with the file and the room on the disk.

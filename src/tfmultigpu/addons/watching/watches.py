@@ -10,7 +10,7 @@ import keras
 
 from tfmultigpu.addons.watching.watcher import Settings, watcher
 from tfmultigpu.arguments import check_positive
-from tfmultigpu.recorder import Note, noting, recorder
+from tfmultigpu.recorder import noting, recorder
 from tfmultigpu.types import Logs
 
 
@@ -43,6 +43,7 @@ class Watch(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Ends the watch."""
+        self.on_train_batch_end(-1)
         watcher.end(self._of_fit())
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -51,9 +52,17 @@ class Watch(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Notes the end of that batch."""
-        note = recorder.innermost.get(threading.get_ident())
-        if isinstance(note, Note) and note.phase == "batch":
+        thread = threading.get_ident()
+        while (note := recorder.innermost.get(thread)) is not None and note.phase == "batch":
             note.__exit__()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Notes the end of the batch that Keras has begun before the data ended."""
+        self.on_train_batch_end(-1)
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        """Notes the end of such a batch of an evaluation."""
+        self.on_train_batch_end(-1)
 
     on_test_batch_begin, on_test_batch_end = on_train_batch_begin, on_train_batch_end
 
