@@ -26,14 +26,12 @@ class Note:
         last: The number of the last step, if the call reads its batches by itself.
         shapes: The shapes of the tensors of the batch on the first replica of this process.
         thread: The thread that calls.
-        began, changed: Times of ``time.monotonic()``: of the beginning, and of the last end inside.
+        began: The time of the beginning, of ``time.monotonic()``.
         ended: The time of the end; None until then.
         outer: The call that this one is a part of.
     """
 
-    __slots__ = (
-        "began", "changed", "ended", "last", "number", "outer", "phase", "shapes", "thread", "what",
-    )  # fmt: skip
+    __slots__ = ("began", "ended", "last", "number", "outer", "phase", "shapes", "thread", "what")
 
     def __init__(
         self, phase: str, what: str, number: int | None, last: int | None, shapes: list[object]
@@ -46,18 +44,17 @@ class Note:
         """Notes the beginning."""
         self.thread = threading.get_ident()
         self.outer = recorder.innermost.get(self.thread)
-        self.began = self.changed = recorder.latest = time.monotonic()
+        self.began = time.monotonic()
         recorder.innermost[self.thread] = self
         recorder.notes.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Notes the end, also of a call that has failed."""
-        self.ended = recorder.latest = time.monotonic()
+        self.ended = time.monotonic()
         if self.outer is None:
             recorder.innermost.pop(self.thread, None)
         else:
-            self.outer.changed = self.ended
             recorder.innermost[self.thread] = self.outer
 
 
@@ -68,7 +65,7 @@ class Recorder:
         is_on: Whether somebody watches.
         notes: The last calls, in the order in which they began.
         innermost: For each thread that is in a call the innermost one.
-        latest: The time of the last beginning or end in any thread.
+        begun: The time at which somebody began to watch.
         describe: Returns for another worker, in JSON types, what this process does; None if
             nobody watches.
     """
@@ -77,18 +74,32 @@ class Recorder:
         self.is_on = False
         self.notes: deque[Note] = deque(maxlen=MOST)
         self.innermost: dict[int, Note] = {}
-        self.latest = time.monotonic()
+        self.begun = time.monotonic()
         self.describe: Callable[[], dict[str, object]] | None = None
 
     def begin(self, describe: Callable[[], dict[str, object]]) -> None:
         """Begins to note calls."""
-        self.latest, self.describe, self.is_on = time.monotonic(), describe, True
+        self.begun, self.describe, self.is_on = time.monotonic(), describe, True
 
     def end(self) -> None:
         """Notes nothing more, and forgets what was noted."""
         self.is_on, self.describe = False, None
         self.notes.clear()
         self.innermost.clear()
+
+    def longest_wait(self) -> tuple[Note | None, float]:
+        """Returns the innermost call in which nothing has begun or ended for longest, and since when.
+
+        Without a call it is None, and the time since which no call has begun or ended.
+        """
+        notes, latest = list(self.notes), self.begun
+        waits = {id(note): (note, note.began) for note in list(self.innermost.values())}
+        for note in notes:
+            latest = max(latest, note.ended or note.began)
+            if note.ended is not None and id(note.outer) in waits:
+                outer, since = waits[id(note.outer)]
+                waits[id(outer)] = outer, max(since, note.ended)
+        return min(waits.values(), key=lambda wait: wait[1], default=(None, latest))
 
     def forget(self, thread: int) -> None:
         """Forgets the calls of a thread that has left them without a word."""

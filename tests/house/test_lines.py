@@ -16,9 +16,9 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 29_420,
-    "src/*": 1_260,
-    "src/_compat": 930,
+    "src together": 30_620,
+    "src/*": 1_370,
+    "src/_compat": 940,
     "src/accumulation": 3_090,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -28,12 +28,13 @@ BUDGETS = {
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
     "src/addons/verification": 1_900,
+    "src/addons/watching": 920,
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
     "src/steps": 7_450,
-    "src/strategies": 2_170,
-    "tests together": 40_270,
+    "src/strategies": 2_180,
+    "tests together": 40_900,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

@@ -18,12 +18,12 @@ import this_worker
 from law import worker_functions
 from law.processes import Worker, call_all, pool, wait_until_printed
 from problems import network
+from watching.hangs import LIMIT, hearing, when_heard
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.watching.causes import in_words_of, read_reports
 from tfmultigpu.addons.workers.ends import End, Ends
 from tfmultigpu.recorder import recorder
-from watching.hangs import LIMIT, hearing, when_heard
 
 pytestmark = pytest.mark.slow
 BATCH = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")

@@ -84,6 +84,7 @@ __all__ = [
     "division_of_losses",
     "expand_slurm",
     "forget_empty_variables",
+    "frames_of_threads",
     "global_seeds",
     "graphs_inside",
     "home_of",

@@ -224,8 +224,10 @@ class Programs:
             places = tf.TensorSpec(offsets.shape, offsets.dtype)
             specs, known = [*specs, places], [*known, places]
         function = record.functions.get(kind.structure) or self._function_of(batch, record.traces)
-        said = f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
-        with saying_if_slow(said), noting("trace"):
+        slow = saying_if_slow(
+            f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
+        )
+        with slow, noting("trace"):
             concrete = function.get_concrete_function(*specs)
         # TensorFlow cannot trace again what failed at first.
         record.functions[kind.structure] = function

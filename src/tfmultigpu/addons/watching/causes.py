@@ -32,7 +32,7 @@ def clue_of(state: Mapping[str, Json], threads: Sequence[Json]) -> Json:
     """
     frames: list[Json] = []
     for thread in threads:
-        if thread["id"] == state["thread"] if "thread" in state else thread["main"]:
+        if thread["id"] == state["thread"]:
             frames = thread["frames"]
     if state["phase"] in ("save", "restore"):
         return ["save", _of_disk(state, frames)]
@@ -57,8 +57,8 @@ def clue_of(state: Mapping[str, Json], threads: Sequence[Json]) -> Json:
             return ["py_function", f"a tf.py_function has not returned, at {place(code)}"]
         if _reads(state, frames):
             return ["generator", f"the generator of the data has not yielded, at {place(code)}"]
-    if frames and takes_lock(frames) is not None:
-        return ["lock", f"it waits for a lock that another thread holds, at {place(takes_lock(frames))}"]
+    if frames and (taking := takes_lock(frames)) is not None:
+        return ["lock", f"it waits for a lock that another thread holds, at {place(taking)}"]
     code = last_own(frames)
     at = "" if code is None else f", at {place(code)}"
     if passes(frames, "/metrics/", "result") and passes(frames, "python/distribute/"):
@@ -68,7 +68,7 @@ def clue_of(state: Mapping[str, Json], threads: Sequence[Json]) -> Json:
         return ["compile", f"the first step of its kind is traced and compiled{at}"]
     if state["phase"] == "next batch" or (state["phase"] is None and _in_iterator(frames)):
         return ["input", f"it waits for tf.data, which makes the next batch without Python{at}"]
-    if state["phase"] is None and passes(frames, "framework/ops.py", "numpy", "_numpy"):
+    if state["phase"] is None and passes(frames, "framework/ops.py", "numpy"):
         return ["read", f"it waits for the result of a device{at}"]
     if state["phase"] is None:
         return ["code", f"it is in your own code{at}"]

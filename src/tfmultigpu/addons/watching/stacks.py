@@ -88,7 +88,7 @@ def passes(frames: Sequence[Json], file: str, *functions: str) -> bool:
 
 
 def takes_lock(frames: Sequence[Json]) -> Json:
-    """Returns the frame that takes a lock which another thread holds; None if the stack does not."""
+    """Returns the frame that takes a lock which another thread holds, or None."""
     last = frames[-1]
     if last["function"] == "enter_context" and len(frames) > 1:
         return frames[-2]

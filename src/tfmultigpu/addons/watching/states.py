@@ -46,7 +46,7 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer in {seconds:g} s")
+        raise TimeoutError
     return results[0]
 
 
@@ -77,23 +77,12 @@ def report() -> dict[str, Json]:
     }
 
 
-def longest_wait() -> tuple[Note | None, float]:
-    """Returns the innermost call in which nothing has happened for longest, and since when.
-
-    Without a call it is the last end of any; times are those of ``time.monotonic()``.
-    """
-    notes = sorted(list(recorder.innermost.values()), key=lambda note: note.changed)
-    if notes:
-        return notes[0], notes[0].changed
-    return None, recorder.latest
-
-
 def _state(threads: list[Json]) -> dict[str, Json]:
     cluster = process_state.cluster
-    note, since = longest_wait()
+    note, since = recorder.longest_wait()
     state: dict[str, Json] = {
-        "worker": None if cluster is None else cluster.index,
-        "workers": 1 if cluster is None else len(cluster.workers),
+        "worker": getattr(cluster, "index", None),
+        "workers": len(getattr(cluster, "workers", "1")),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "seconds": round(time.monotonic() - since, 1),
@@ -101,12 +90,11 @@ def _state(threads: list[Json]) -> dict[str, Json]:
         "first": note is not None and _compiles(note),
         "done": _last_done(),
     }
-    stack: Json = None
+    state |= {"thread": None, "where": None}
+    waits = threading.main_thread().ident if note is None else note.thread
     for thread in threads:
-        if thread["main"] if note is None else thread["id"] == note.thread:
-            stack = thread
-    state["thread"] = None if stack is None else stack["id"]
-    state["where"] = None if stack is None else last_own(stack["frames"])
+        if thread["id"] == waits:
+            state |= {"thread": waits, "where": last_own(thread["frames"])}
     state["clue"] = clue_of(state, threads)
     return state
 
@@ -116,15 +104,12 @@ _NO_CALL: dict[str, Json] = {"phase": None, "what": "", "number": None, "last": 
 
 def _of_note(note: Note) -> dict[str, Json]:
     now = time.monotonic()
-    shapes = []
-    for shape in note.shapes:
-        shapes.append(None if shape is None else str(shape))
     return {
         "phase": note.phase,
         "what": note.what,
         "number": note.number,
         "last": note.last,
-        "shapes": shapes,
+        "shapes": list(map(str, note.shapes)),
         "began": round(now - note.began, 3),  # Seconds ago.
         "took": None if note.ended is None else round(note.ended - note.began, 6),
     }

@@ -93,7 +93,7 @@ class Watcher:
         now = time.monotonic()
         if now - self._looked > interval + watch.seconds / 2:
             self._floor = now  # This process was stopped itself, with all that it waits for.
-        since = max(states.longest_wait()[1], self._floor)
+        since = max(recorder.longest_wait()[1], self._floor)
         if since != self._since:
             if self._reports:
                 _say(f"What was waited for has ended, after {since - self._since:.0f} s.")

@@ -1,4 +1,4 @@
-"""Which workers have ended, and how, and what the others do: the connections of the meeting tell it.
+"""Which workers have ended, and how; what the others do. The connections of the meeting tell it.
 
 They serve while a collective waits, and do not wait for the first worker if it is stopped, as the
 service of TensorFlow does.
