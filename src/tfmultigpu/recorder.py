@@ -88,9 +88,10 @@ class Recorder:
         self.innermost.clear()
 
     def longest_wait(self) -> tuple[Note | None, float]:
-        """Returns the innermost call in which nothing has begun or ended for longest, and since when.
+        """Returns the call in which nothing has begun or ended for longest, and since when.
 
-        Without a call it is None, and the time since which no call has begun or ended.
+        It is the innermost one of its thread. Without a call it is None, and the time since which
+        no call has begun or ended.
         """
         notes, latest = list(self.notes), self.begun
         waits = {id(note): (note, note.began) for note in list(self.innermost.values())}
