@@ -43,6 +43,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_collective_keys",
         "_compile_config",
         "_compile_metrics",
+        "_current_frames",
         "_cross_device_ops",
         "_distribute_strategy",
         "_distributed_container",
@@ -75,6 +76,28 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_unique_id",
         "_update_input",
     }
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+def test_the_frame_of_each_thread_is_found():
+    runs, ends = threading.Event(), threading.Event()
+
+    def waits_here():
+        runs.set()
+        ends.wait()
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    runs.wait()
+    frame, names = _compat.frames_of_threads()[thread.ident], []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    ends.set()
+    thread.join()
+    assert "waits_here" in names
 
 
 # Layers and metrics -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ LAYERS = (
     "errors",
     "types",
     "lists",
+    "recorder",
     "arguments",
     "clusters",
     "_compat",
@@ -41,15 +42,17 @@ LAYERS = (
     "addons.testing",
     "addons.tuning",
     "addons.verification",
+    "addons.watching",
     "addons.workers",
     "__init__",
     "demo",
     "__main__",
 )
-ALONE = ("errors", "types", "lists", "_patch", "_version")
+ALONE = ("errors", "types", "lists", "recorder", "_patch", "_version")
 # The core imports an add-on here alone, inside a function: only when it is asked for.
 DOORS = {
     "steps.make -> addons.verification.__init__",
+    "strategies.factory -> addons.watching.watches",
     "strategies.factory -> addons.workers.joining",
     "strategies.factory -> addons.workers.sources",
 }

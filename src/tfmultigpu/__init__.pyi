@@ -25,6 +25,7 @@ from tfmultigpu.addons import (
     sharding as sharding,
     testing as testing,
     tuning as tuning,
+    watching as watching,
     workers as workers,
 )
 from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
@@ -42,6 +43,7 @@ from tfmultigpu.addons.tuning import (
     measured_capacities as measured_capacities,
     memory_capacities as memory_capacities,
 )
+from tfmultigpu.addons.watching import watch as watch
 from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
 from tfmultigpu.devices import (
     enable_memory_growth as enable_memory_growth,

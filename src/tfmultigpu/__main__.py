@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, title="commands")
     doctor = commands.add_parser("doctor", help="report why this machine uses one GPU or none")
     doctor.add_argument("--links", action="store_true", help="test the links between GPUs, too")
+    text = "read what tmg.watch has written, and say the likely cause"
+    doctor.add_argument("--watch", nargs="+", metavar="FILE", help=text)
     doctor.set_defaults(run=_run_doctor)
     demo = commands.add_parser("demo", help="train on one device and on several, and compare")
     text = "2 to 16; default: one per GPU, or 4 virtual CPUs"
@@ -61,12 +63,16 @@ def _run_doctor(options: argparse.Namespace) -> int:
     try:
         # The help does not need TensorFlow.
         from tfmultigpu.addons.diagnostics import check_links, doctor
+        from tfmultigpu.addons.watching.causes import in_words_of, read_reports
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         sys.exit(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "
             "backend or a configuration, check the variable KERAS_BACKEND and "
             "~/.keras/keras.json. Otherwise: pip install --force-reinstall tensorflow."
         )
+    if options.watch:
+        print(in_words_of(read_reports(options.watch)))
+        return 0
     reports = [doctor(), *([check_links()] if options.links else [])]
     print(*reports, sep="\n\n")
     return int(any("error" in [f.severity for f in report.findings] for report in reports))

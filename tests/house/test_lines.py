@@ -16,9 +16,9 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 30_120,
-    "src/*": 1_260,
-    "src/_compat": 945,
+    "src together": 31_250,
+    "src/*": 1_385,
+    "src/_compat": 965,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -28,19 +28,20 @@ BUDGETS = {
     "src/addons/testing": 910,
     "src/addons/tuning": 600,
     "src/addons/verification": 1_900,
+    "src/addons/watching": 920,
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 7_850,
-    "src/strategies": 2_200,
-    "tests together": 40_900,
+    "src/steps": 7_890,
+    "src/strategies": 2_210,
+    "tests together": 41_900,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
 DENSITY = {
     "comprehensions per 1,000 lines": 25,
     "comprehensions inside others": 3,
-    "conditional expressions per 1,000 lines": 12.5,
+    "conditional expressions per 1,000 lines": 12.7,
     "aliases of Any": 8,
     "objects made without their constructor": 1,
     "attributes set from outside their object": 20,

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from problems import network
 import tfmultigpu as tmg
 from lines.messages import Told, example
 from lines.parts import X, Y, batches, compiled, dense, distribute, fit, made, step, strategy_of
+from tfmultigpu.addons.watching.causes import in_words_of, read_reports
 from tfmultigpu.addons.workers.launcher import launch
 from tfmultigpu.demo import load_digits
 
@@ -230,6 +232,20 @@ def memory_of_zero(told: Told) -> None:
     with told():
         tmg.memory_capacities(strategy, memory={"CPU:0": 0, "CPU:1": 1e9})
     tmg.memory_capacities(strategy, memory={"CPU:0": 8 * 1024**3, "CPU:1": 1e9})
+
+
+@example("This is not a report of tmg.watch")
+def no_report_of_a_watch(told: Told) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "other.json")
+        file.write_text("{}")
+        for wrong in (str(file), folder):
+            with told(tmg.TfMultiGpuError):
+                read_reports([wrong])
+        with tmg.watch(0.05, folder):
+            while not list(Path(folder).glob("watch-*.json")):
+                time.sleep(0.01)
+        assert "Likely cause: " in in_words_of(read_reports([folder]))
 
 
 @example("There is no batch to profile")

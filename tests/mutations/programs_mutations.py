@@ -38,8 +38,8 @@ PROGRAMS = (
     ),
     broken(
         "a step of a chain keeps what it was last traced for",
-        "        self.settle(lambda: spec_of(batch))\n        return",
-        "        return",
+        "            self.settle(lambda: spec_of(batch))\n            result",
+        "            result",
         "test_programs.py::test_a_chain_trains_what_is_trained_now",
         also=(
             (

@@ -31,6 +31,7 @@ from tfmultigpu._compat.keras_optimizers import (
     optimizer_trains,
     strategy_of_optimizer,
 )
+from tfmultigpu._compat.python_threads import frames_of_threads
 from tfmultigpu._compat.tensorflow_gradients import (
     custom_gradients,
     may_not_be_linear,
@@ -84,6 +85,7 @@ __all__ = [
     "division_of_losses",
     "expand_slurm",
     "forget_empty_variables",
+    "frames_of_threads",
     "global_seeds",
     "graphs_inside",
     "home_of",

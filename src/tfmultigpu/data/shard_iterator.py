@@ -21,6 +21,7 @@ from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.sources import untuned
 from tfmultigpu.errors import DataError
+from tfmultigpu.recorder import noting
 from tfmultigpu.types import Batches, Shard
 
 # Those that a user holds, or a traceback, when the program ends.
@@ -67,12 +68,14 @@ class ShardIterator(Iterator[Shard]):
         cut: Makes shards and batches of its elements.
         elements: The dataset that the iterator reads; None in a ``tf.function``.
         never_ends: Whether the data is known to have no end.
+        read: The batches that ``next`` has returned, outside of a ``tf.function``.
     """
 
     source: Any
     cut: Cut
     elements: Batches | None = None
     never_ends: bool = False
+    read: int = 0
 
     @classmethod
     def over(cls, source: Any, elements: Batches, cut: Cut, *, never_ends: bool) -> ShardIterator:
@@ -124,7 +127,10 @@ class ShardIterator(Iterator[Shard]):
         if tf.inside_function():
             return self.get_next()
         try:
-            return self.cut.to_batch(next(self.source))
+            with noting("next batch", "of the pass", self.read + 1):
+                element = next(self.source)
+            self.read += 1
+            return self.cut.to_batch(element)
         except tf.errors.InvalidArgumentError as error:
             raise as_data_error(error) from None
 

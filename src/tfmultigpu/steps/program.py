@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.data.batch_format import GATHERED, any_rows
 from tfmultigpu.lists import present
+from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchKind, BatchReader, LoopKind, Split, known_spec, on_shards
 from tfmultigpu.steps.loop import VECTOR, KeptBatch, loop_over
 from tfmultigpu.steps.slow import saying_if_slow
@@ -227,9 +228,10 @@ class Programs:
             places = tf.TensorSpec(offsets.shape, offsets.dtype)
             specs, known = [*specs, places], [*known, places]
         function = record.functions.get(kind.structure) or self._function_of(batch, record.traces)
-        with saying_if_slow(
+        slow = saying_if_slow(
             f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
-        ):
+        )
+        with slow, noting("trace"):
             concrete = function.get_concrete_function(*specs)
         # TensorFlow cannot trace again what failed at first.
         record.functions[kind.structure] = function
@@ -307,9 +309,10 @@ class Programs:
 
         function: Any = tf.function(run, autograph=False)
         vectors = [VECTOR] * 2 * len(self._names)
-        concrete = function.get_concrete_function(
-            kind.source, tf.TensorSpec([], tf.int64), *vectors
-        )
+        with noting("trace"):
+            concrete = function.get_concrete_function(
+                kind.source, tf.TensorSpec([], tf.int64), *vectors
+            )
         # What is sent once a call is not in one that is part of another.
         sends = not kind.inside and _sends_other_shapes(concrete, self._strategy)
         return Program(concrete, trace, 1 if sends and not in_memory else math.inf, keeps)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id
+from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchReader, LoopKind, Split, batch_of, rows_of, spec_of
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
@@ -89,6 +90,7 @@ class Runner:
         self.programs = Programs(self.batches, computation.names, self._trace)
         self.touched = Touched()
         self._length = CallLength(self.strategy)
+        self._name, self._done = type(computation).__name__, 0  # For who watches.
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Prepares the computation, if what a trace depends on has changed; before each step."""
@@ -130,9 +132,12 @@ class Runner:
 
     def call(self, batch: Batch) -> tuple[Any, Tallies]:
         """Runs one batch, with what watches the calls of the computation."""
-        # Here, for a chain calls each of its steps, and another may have run in between.
-        self.settle(lambda: spec_of(batch))
-        return self.computation.around_call(self._run)(batch)
+        with noting("call", self._name, self._done + 1, tensors=batch[1][0]):
+            # Here, for a chain calls each of its steps, and another may have run in between.
+            self.settle(lambda: spec_of(batch))
+            result = self.computation.around_call(self._run)(batch)
+        self._done += 1
+        return result
 
     @property
     def watches(self) -> bool:
@@ -210,8 +215,13 @@ class Runner:
             # Ctrl-C is heard between calls.
             asked = min(program.most, steps - ran, self._length.steps)
             began = time.perf_counter()
-            with explaining_failures(self.strategy), self._finding_lost_errors(program, split):
+            with (
+                explaining_failures(self.strategy),
+                self._finding_lost_errors(program, split),
+                noting("call", self._name, self._done + 1, last=self._done + asked),
+            ):
                 logs, done = _run_loop(program, source, asked, done)
+                self._done += asked
                 if ran + asked == steps:  # Reading logs waits for a GPU.
                     return logs, done
                 before, ran = ran, int(logs["steps"])
@@ -265,7 +275,8 @@ class Runner:
     def _next_batch(self, source: Any, split: Split) -> Batch | None:
         """Returns the next batch of an iterator, cut; None at the end of its data."""
         with explaining_failures(self.strategy):
-            element = next(source, None)
+            with noting("next batch", f"of {self._name}", self._done + 1):
+                element = next(source, None)
             return None if element is None else batch_of(element, split)
 
 

@@ -112,6 +112,10 @@ def create_strategy(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
             f"Received: startup_timeout={brief(startup_timeout)}."
         )
+    if "TFMULTIGPU_WATCH" in os.environ:
+        from tfmultigpu.addons.watching.watches import watch_as_the_launcher_asks
+
+        watch_as_the_launcher_asks()
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)

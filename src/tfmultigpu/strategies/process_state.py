@@ -18,7 +18,8 @@ class ProcessState:
 
     Attributes:
         cluster: The cluster, as the workers add-on describes it: ``workers``, ``index``,
-            ``explaining()`` and ``compare(name, value, seconds)``. None before one is joined.
+            ``explaining()``, ``compare(name, value, seconds)`` and ``states(seconds)``. None before
+            one is joined.
     """
 
     def __init__(self) -> None:

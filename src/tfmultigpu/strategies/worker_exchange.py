@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import ClusterError, WorkerLostError
+from tfmultigpu.recorder import noting
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
@@ -51,7 +52,8 @@ class WorkerExchange:
         length = max(_SHORTEST, 1 << (count + 1).bit_length())
         wide = np.zeros([1, length], "int64")
         wide[0, : count + 2] = [*header, *own[0]]
-        gathered = self.rows(lambda: wide)[:: self._local]
+        with noting("exchange", purpose):
+            gathered = self.rows(lambda: wide)[:: self._local]
         others = np.flatnonzero((gathered[:, :2] != header).any(axis=1)).tolist()
         if others:
             raise different_calls(

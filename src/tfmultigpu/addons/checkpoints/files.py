@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tfmultigpu.errors import CheckpointError
+from tfmultigpu.recorder import noting
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Array
 
@@ -73,7 +74,8 @@ def newest(directory: Path, exchange: WorkerExchange) -> Stored | None:
     damaged: list[Path] = []
     for path in reversed(steps_in(directory).values()):
         try:
-            stored = read(path)
+            with noting("restore", str(path)):
+                stored = read(path)
             break
         except Exception as error:
             damaged.append(path)
@@ -117,7 +119,8 @@ def save(
             if later := [other for other in steps_in(directory) if other > step]:
                 raise FileExistsError(f"it has step {later[-1]}, which this run has not reached")
             if content is not None:
-                _write(path, step, *content)
+                with noting("save", str(path), step):
+                    _write(path, step, *content)
                 for old in list(steps_in(directory).values())[:-keep]:
                     old.unlink(missing_ok=True)
     except OSError as error:

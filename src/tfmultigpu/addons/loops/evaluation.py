@@ -24,6 +24,7 @@ from tfmultigpu.addons.loops.methods import (
 )
 from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.program import Program
+from tfmultigpu.recorder import noting
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Function, KerasModel, Model, Nested, Scalar, Verbose, Verify
@@ -130,7 +131,7 @@ def _run(
     """Runs the loop of Keras that evaluates."""
     loop = callbacks.evaluation
     assert loop is not None
-    with setting(model, **around(loop)):
+    with setting(model, **around(loop)), noting("validation", model.name):
         logs = run_keras(
             model, "evaluate", loop.feed, callbacks, steps=steps, return_dict=True, **more
         )

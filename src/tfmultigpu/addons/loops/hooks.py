@@ -19,6 +19,7 @@ from tfmultigpu.addons.loops.workers import check_alike, union
 from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.data.preprocessing import draw_seed
 from tfmultigpu.errors import CheckpointError, LossError
+from tfmultigpu.recorder import noting
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -96,7 +97,8 @@ class Hooks:
         """Calls a batch hook: ``moment`` is ``"begin"`` or ``"end"``."""
         for callback in self.callbacks:
             hook = getattr(callback, f"on_{mode}_batch_{moment}")
-            not_ending_the_epoch(hook, batch, logs)
+            with noting("callback", type(callback).__name__, batch + 1):
+                not_ending_the_epoch(hook, batch, logs)
 
     def agree_on_stopping(self, flag: str) -> None:
         """Sets a flag of the model on all workers if it is set on any."""

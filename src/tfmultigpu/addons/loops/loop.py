@@ -23,6 +23,7 @@ from tfmultigpu.addons.loops.hooks import Hooks, Mode, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import check_same_training
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.errors import DataError, LossError
+from tfmultigpu.recorder import noting
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -160,7 +161,8 @@ class Loop(Generic[_Step]):
         if not self.seen:
             self._check_weights([tally.layout for tally in tallies.values()])
         for name, tally in tallies.items():
-            values = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
+            with noting("logs", "of the last steps"):
+                values = tally.sums.numpy()  # Waits for the devices: Ctrl-C is handled here.
             if tally.layout is None or not values.ndim:  # Of no step it is a scalar.
                 continue
             numbers = Numbers.of(values)
@@ -177,7 +179,8 @@ class Loop(Generic[_Step]):
         """Returns the logs of the epoch so far."""
         if not self.sums:
             return {}
-        return _epoch_logs(self.sums, self.metrics.results(), by_rows=self.by_rows)
+        with noting("logs", "of the epoch so far"):
+            return _epoch_logs(self.sums, self.metrics.results(), by_rows=self.by_rows)
 
     def _advance(self) -> None:
         """Runs the next batches in one call; raises StopIteration at the end of the data."""
@@ -366,7 +369,8 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Calls the hooks; then all workers have one model, or an error."""
-        super().on_epoch_end(epoch, logs)
+        with noting("callback", "on_epoch_end", epoch + 1):
+            super().on_epoch_end(epoch, logs)
         self._check_workers()
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -1,14 +1,21 @@
-"""Which workers have ended, and how: the connections of the meeting tell it at once."""
+"""Which workers have ended, and how; what the others do. The connections of the meeting tell it.
+
+They serve while a collective waits, and do not wait for the first worker if it is stopped, as the
+service of TensorFlow does.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
-from tfmultigpu.addons.workers.channels import receive, send
+from tfmultigpu.addons.workers.channels import Message, receive, send
+from tfmultigpu.recorder import recorder
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Ends:
         self._index, self._channels = index, channels
         self._process = os.getpid()
         self._ended: dict[int, End] = {}
+        self._states: dict[int, Any] = {}
         self._changed, self._sending = threading.Condition(), threading.Lock()
         for peer, channel in channels.items():
             threading.Thread(target=self._listen, args=(peer, channel), daemon=True).start()
@@ -49,6 +57,22 @@ class Ends:
             self._changed.wait_for(lambda: bool(self._ended), seconds)
             return dict(self._ended)
 
+    def ask(self, workers: int, seconds: float) -> dict[int, Any]:
+        """Asks all others what they do; returns the answers that came in time.
+
+        A worker that nobody watches answers with None. While the first worker is stopped, which
+        passes the questions on, nobody answers.
+        """
+        self._states = {}
+        for channel in self._channels.values():
+            self._send(channel, {"asks": self._index})
+        end = time.monotonic() + seconds
+        with self._changed:
+            while len(self._states) + len(self._ended) < workers - 1:
+                if not self._changed.wait(max(0.0, end - time.monotonic())):
+                    break
+            return dict(self._states)
+
     def leave(self, end: End) -> None:
         """Tells the others that this worker ends, and how; does nothing in a fork of it."""
         if os.getpid() == self._process:
@@ -58,10 +82,35 @@ class Ends:
         try:
             while True:
                 message = receive(channel, None)
+                if "asks" in message:
+                    self._answer(peer, message)
+                    continue
                 end = End(str(message["how"]), bool(message["lost_another"]))
                 self._note(int(message["worker"]), end)
         except (OSError, ValueError, KeyError, TypeError):
             self._note(peer, BROKEN_OFF)
+
+    def _answer(self, peer: int, message: Message) -> None:
+        """Answers a question, notes an answer to this worker, or passes on what is for others."""
+        asks = int(message["asks"])
+        if "worker" not in message:
+            for other, channel in self._channels.items():
+                if other != peer:
+                    self._send(channel, message)
+            describe = recorder.describe
+            state = None if describe is None else describe()
+            answer = {"asks": asks, "worker": self._index, "state": state}
+            self._send(self._channels[peer], answer)
+        elif asks != self._index:
+            self._send(self._channels[asks], message)
+        else:
+            with self._changed:
+                self._states[int(message["worker"])] = message["state"]
+                self._changed.notify_all()
+
+    def _send(self, channel: Connection, message: Message) -> None:
+        with self._sending:
+            send(channel, message)
 
     def _note(self, worker: int, end: End) -> None:
         with self._changed:
@@ -73,7 +122,6 @@ class Ends:
             self._tell(worker, end)
 
     def _tell(self, worker: int, end: End) -> None:
-        with self._sending:
-            for peer, channel in self._channels.items():
-                if peer != worker:
-                    send(channel, {"worker": worker, **asdict(end)})
+        for peer, channel in self._channels.items():
+            if peer != worker:
+                self._send(channel, {"worker": worker, **asdict(end)})

@@ -30,7 +30,7 @@ from tfmultigpu.addons.workers.processes import (
     run_together,
     worker_environment,
 )
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, check_positive
 from tfmultigpu.errors import ClusterError, DeviceNotFoundError
 
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -46,11 +46,13 @@ def launch(
     module: bool = False,
     grace: float = 30.0,
     signal_grace: float = 30.0,
+    watch: float = 300.0,
 ) -> int:
     """Runs a program as several workers on this machine.
 
     After the first failure the others have ``grace`` seconds: one may still write the checkpoint
-    with which another one has ended. After a signal all have ``signal_grace`` seconds.
+    with which another one has ended. After a signal all have ``signal_grace`` seconds. Each is
+    watched, see ``tmg.watch``, which reports what takes ``watch`` seconds; 0: none is.
     """
     workers = check_count("workers", workers, error=ClusterError)
     restarts = check_count("restarts", restarts, 0, error=ClusterError)
@@ -61,6 +63,9 @@ def launch(
             "Write the path of a Python script, or -m and the name of a module.",
         )
     environ, gpus = dict(os.environ), _gpus_of_workers(workers)
+    if watch:  # ``create_strategy`` begins it.
+        seconds = check_positive("watch", watch, "Write --watch 300, or --watch 0 for none.")
+        environ["TFMULTIGPU_WATCH"] = f"{seconds:g}"
     command = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
     code = 0
     with _signals_in_a_queue() as signals, tempfile.TemporaryDirectory() as folder:
@@ -93,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=2, metavar="N", help="how many; default: 2")
     text = "how often all start again after a failure; default: 0"
     add("--restarts", type=int, default=0, metavar="R", help=text)
+    text = "say what workers wait for, if nothing ends for so long; 0: never; default: 300"
+    add("--watch", type=float, default=300.0, metavar="SECONDS", help=text)
     add("-m", dest="module", action="store_true", help="SCRIPT names a module")
     add("script", metavar="SCRIPT", help="a Python script")
     add("arguments", nargs=argparse.REMAINDER, help="its command line")

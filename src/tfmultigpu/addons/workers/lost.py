@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import tensorflow as tf
 
@@ -102,6 +103,17 @@ class JoinedWorkers:
                 return value
         _compat.set_cluster_value(name, value)
         return value
+
+    def states(self, seconds: float) -> dict[int, Any]:
+        """Returns what each other worker does, as its watch says; see ``recorder.describe``.
+
+        ``{"ended": how}`` is in place of the state of one that has ended; None says that it is not
+        watched. A worker that does not answer within so many seconds is left out.
+        """
+        answers: dict[int, Any] = self._ends.ask(len(self.workers), seconds)
+        for worker, end in self._ends.wait(0.0).items():
+            answers[worker] = {"ended": end.how}
+        return answers
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
         if not isinstance(error, tf.errors.OpError):
