@@ -304,7 +304,7 @@ class Owned(Replicated):
         others = len(addends[0]) - len(variables)
         places = [*map(self._device, variables), *[self.devices[0]] * others]
         sums = sum_on_devices(addends, places)
-        if len(self.devices) < self.strategy.num_replicas_in_sync:
+        if not adds_lists(self.strategy):
             sums = _without_lists(sums, variables)
         return [sum_over_workers(self.strategy, sums, places)]
 

@@ -111,15 +111,16 @@ def sum_over_replicas(
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
-    Replicas that share memory add there: that is cheapest, and leaves alone TensorFlow's collective
+    Replicas that share memory add there, and so does each worker that adds in pairs, before it
+    meets others: that is cheapest, and leaves alone TensorFlow's collective
     groups, which a second strategy in one process would break. All others send messages of about
     25 MB, the last tensors first, whose gradients are known first in the backward pass.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
-    if replicas_share_memory(strategy):
-        devices = strategy.extended.worker_devices
-        return [sum_on_devices(values, [devices[0]] * len(values[0]))]
+    if _in_pairs.get() or replicas_share_memory(strategy):
+        places = [strategy.extended.worker_devices[0]] * len(values[0])
+        return [sum_over_workers(strategy, sum_on_devices(values, places), places)]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
@@ -223,32 +224,79 @@ def add_on_device(parts: Sequence[Gradient], device: str) -> Gradient:
 
 
 def sum_over_workers(
-    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], devices: Sequence[str]
-) -> list[tf.Tensor]:
-    """Adds sums of this worker, each on its device, over the workers; all must call it."""
+    strategy: tf.distribute.Strategy, values: Sequence[Gradient], devices: Sequence[str]
+) -> list[Gradient]:
+    """Adds sums of this worker, each on its device, over the workers; all must call it.
+
+    In pairs, the tree over the devices of each worker goes on over the workers.
+    """
     if is_one_process(strategy):
         return list(values)
     names = list(map(parse_device_name, strategy.extended.worker_devices))
-    numbers: dict[tuple[int, tf.DType], list[int]] = {}
-    for i, (tensor, device) in enumerate(zip(values, devices, strict=True)):
-        place = names.index(parse_device_name(device)), tensor.dtype
-        numbers.setdefault(place, []).append(i)
-    added: dict[int, tf.Tensor] = {}
-    add = _compat.additions_over_workers(strategy)
-    for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
-        # Small ones travel together; a large one is not copied to be packed.
-        small: list[int] = []
-        large: list[int] = []
-        for i in chosen:
-            if _bytes(values[i]) >= _LARGE:
-                large.append(i)
-            else:
-                small.append(i)
-        packs = [[values[i]] for i in large]
-        if small:
-            packs.insert(0, pick(values, small))
-        added.update(zip([*small, *large], add[owner](packs), strict=True))
-    return pick(added, range(len(values)))
+    owners = [names.index(parse_device_name(device)) for device in devices]
+    workers = strategy.num_replicas_in_sync // len(names)
+    number = local_replicas(strategy)[0] // len(names)
+    meetings = [[tuple(range(workers))]]
+    if _in_pairs.get():
+        meetings = list(meetings_in_pairs(workers))
+
+    added = list(values)
+    packs = _packs(values, owners)
+    for groups in meetings:
+        adders = _compat.additions_over_workers(strategy, groups, number)
+        for group in groups:
+            if number not in group:  # Also of all groups: an odd one passes up.
+                continue
+            is_idle = _in_pairs.get() and number not in (group[0], group[-1])
+            for pack in packs:
+                addends = pick(added, pack)
+                if is_idle:
+                    addends = list(map(_nothing, addends))
+                for i, total in zip(pack, adders[owners[pack[0]]](addends), strict=True):
+                    added[i] = total
+    return added
+
+
+def _packs(values: Sequence[Gradient], owners: Sequence[int]) -> list[list[int]]:
+    """Returns the numbers of the values in each message between workers, in their order.
+
+    Small ones of one device and dtype travel together; a large one is not copied to be packed.
+    """
+    packs: list[list[int]] = []
+    small: dict[tuple[int, tf.DType], list[int]] = {}
+    for i, (value, owner) in enumerate(zip(values, owners, strict=True)):
+        if is_list(value) or _bytes(value) >= _LARGE:
+            packs.append([i])
+        elif (owner, value.dtype) in small:
+            small[owner, value.dtype].append(i)
+        else:
+            packs.append(small.setdefault((owner, value.dtype), [i]))
+    return packs
+
+
+def _nothing(value: Gradient) -> Gradient:
+    """Returns what leaves each bit of a sum as it is: no rows, or zeros, which are -0.0."""
+    if is_list(value):
+        return tf.IndexedSlices(value.values[:0], value.indices[:0])
+    return -tf.zeros_like(value)
+
+
+def meetings_in_pairs(workers: int) -> Iterator[list[tuple[int, ...]]]:
+    """Returns which workers meet at each level of the tree over their sums, neighbours first.
+
+    The first and the last of a group add what they have. The others, if the right half of a tree
+    is smaller, have the same as the first: they give nothing, and learn the sum. So the order in
+    which a group adds does not matter.
+    """
+    size = 1
+    while size < workers:
+        groups: list[tuple[int, ...]] = []
+        for first in range(0, workers - size, 2 * size):
+            half = min(size, workers - first - size)  # The last one may be smaller.
+            for last in range(first + size, first + size + half):
+                groups.append((*range(last - size, first + size, half), last))
+        yield groups
+        size *= 2
 
 
 def value_of_first_worker(
