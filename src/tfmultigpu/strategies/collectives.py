@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
 from tfmultigpu.strategies.topology import is_one_process, local_replicas, per_replica
-from tfmultigpu.types import Untyped
+from tfmultigpu.types import Context, Untyped
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
@@ -111,10 +111,10 @@ def sum_over_replicas(
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
-    Replicas that share memory add there, and so does each worker that adds in pairs, before it
-    meets others: that is cheapest, and leaves alone TensorFlow's collective
-    groups, which a second strategy in one process would break. All others send messages of about
-    25 MB, the last tensors first, whose gradients are known first in the backward pass.
+    Replicas that share memory add there: that is cheapest, and leaves alone TensorFlow's collective
+    groups, which a second strategy in one process would break. So does, if it adds in pairs, a
+    worker before it meets others. All others send messages of about 25 MB, the last tensors first,
+    whose gradients are known first in the backward pass.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
@@ -249,12 +249,20 @@ def sum_over_workers(
                 continue
             is_idle = _in_pairs.get() and number not in (group[0], group[-1])
             for pack in packs:
-                addends = pick(added, pack)
-                if is_idle:
-                    addends = list(map(_nothing, addends))
-                for i, total in zip(pack, adders[owners[pack[0]]](addends), strict=True):
+                with tf.device(devices[pack[0]]), _scope_of(added[pack[0]]):
+                    addends = pick(added, pack)
+                    if is_list(addends[0]):
+                        addends = list(map(unique, addends))
+                    if is_idle:
+                        addends = list(map(_nothing, addends))
+                    sums = adders[owners[pack[0]]](addends)
+                for i, total in zip(pack, sums, strict=True):
                     added[i] = total
     return added
+
+
+def _scope_of(value: Gradient) -> Context:
+    return tf.name_scope(LISTED) if is_list(value) else nullcontext()  # type: ignore[no-any-return]
 
 
 def _packs(values: Sequence[Gradient], owners: Sequence[int]) -> list[list[int]]:
@@ -327,7 +335,7 @@ def all_reduce_sum(context: Untyped, tensors: Sequence[Gradient]) -> list[Gradie
     numbers: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if is_list(tensor):
-            with tf.name_scope(LISTED):
+            with _scope_of(tensor):
                 reduced[i] = context.all_reduce(add, unique(tensor))
         else:
             numbers.setdefault(tensor.dtype, []).append(i)
