@@ -642,6 +642,17 @@ def test_a_function_can_run_as_it_was_traced():
     np.testing.assert_allclose(rounds(value), [0.3], rtol=1e-6)
 
 
+def test_tensorflow_says_whether_its_kernels_are_deterministic():
+    from tensorflow.python.framework import config
+
+    assert not _compat.kernels_are_deterministic()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert _compat.kernels_are_deterministic()
+    finally:
+        config.disable_op_determinism()
+
+
 def test_a_mask_is_attached_as_keras_does():
     tensor, mask = tf.ones([2, 3]), tf.constant([[True, False, True]] * 2)
     _compat.set_keras_mask(tensor, mask)

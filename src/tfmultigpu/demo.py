@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import operator
 import time
 from typing import NamedTuple
@@ -71,7 +72,39 @@ def run_demo(replicas: int | None = None, epochs: int = 10) -> bool:
     tolerance = TOLERANCE[devices[0][:3]]
     agree = apart(one, many) <= tolerance
     print(f"\ntmg.fit {'agrees with' if agree else 'DIFFERS from'} one device to {tolerance:.0e}.")
-    return agree
+    logical = len(devices)
+    hashes = {count: hash_of_training(devices[:count], data, logical) for count in fitting(logical)}
+    same = len(set(hashes.values())) == 1
+    print(
+        f"With logical_replicas={logical} {'the same' if same else 'OTHER'} bits on "
+        f"{', '.join(map(str, hashes))} devices: {', '.join(dict.fromkeys(hashes.values()))}."
+    )
+    return agree and same
+
+
+def fitting(logical: int) -> list[int]:
+    """Returns the numbers of devices that can compute so many logical replicas."""
+    halves = [logical]
+    while not halves[0] % 2:
+        halves.insert(0, halves[0] // 2)
+    return halves if halves[0] == 1 else [1, *halves]
+
+
+def hash_of_training(devices: tuple[str, ...], data: Data, logical: int) -> str:
+    """Trains one epoch, and returns a hash of the bits of all weights.
+
+    Rows meet in its batch normalization, which no other training on several devices repeats.
+    """
+    keras.utils.set_random_seed(1)
+    with tmg.create_strategy(devices=devices).scope():
+        layers = keras.layers
+        hidden = [layers.Dense(64), layers.BatchNormalization(), layers.Activation("tanh")]
+        model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    tmg.fit(model, data.train, epochs=1, verbose=0, logical_replicas=logical)
+    weights = b"".join(weight.tobytes() for weight in model.get_weights())
+    return hashlib.sha256(weights).hexdigest()[:12]
 
 
 def load_digits() -> tuple[Array, Array]:
@@ -94,6 +127,7 @@ def choose_devices(replicas: int | None) -> tuple[str, ...]:
     tmg.enable_memory_growth()
     # Rounding to TF32 depends on the shape of a shard, which differs here.
     tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()  # For the comparison of bits.
     return tuple(gpu.name for gpu in gpus[:replicas])
 
 

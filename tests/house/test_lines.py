@@ -33,7 +33,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 7_950,
     "src/strategies": 2_200,
-    "tests together": 40_270,
+    "tests together": 40_900,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

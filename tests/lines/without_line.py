@@ -27,6 +27,8 @@ WITHOUT = {
     "Another worker could not determine the memory": "needs a GPU of unknown memory on one worker",
     "answers, but TensorFlow finds no TPU there": "needs a TPU",
     "The variables do not fit on the devices": "needs devices whose memory is known",
+    "Kernels of a GPU may add in any order": "needs a GPU; "
+    "tests/steps/test_logical_replicas.py has a strategy that names one",
     "A replica failed on one of these batches": "TensorFlow loses an error by chance, where "
     "no batch is kept: tests/steps/test_traced_once.py makes the mistake and accepts both",
     # What no user sees by itself.

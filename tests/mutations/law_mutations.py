@@ -235,8 +235,8 @@ LAW = (
     ),
     broken(
         "metrics see every copy of a small batch",
-        "DeferredAssignments((), rows.counts()) as deferred:\n            terms",
-        "DeferredAssignments((), True) as deferred:\n            terms",
+        "DeferredAssignments(trace.before(()), rows.counts()) as deferred:\n",
+        "DeferredAssignments(trace.before(()), True) as deferred:\n",
         f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",
     ),
     broken(

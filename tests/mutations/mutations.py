@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bits_mutations import BITS
 from block_mutations import BLOCKS
 from divided_mutations import DIVIDED
 from files_mutations import FILES
@@ -26,6 +27,7 @@ from worker_mutations import PROCESSES
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
 MUTATIONS = (
+    *BITS,
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
     *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *DIVIDED, *FIRST_STEP),
     *(*OPERATIONS, *WORDS, *PROGRAMS),

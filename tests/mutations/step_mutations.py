@@ -91,8 +91,8 @@ STEPS = (
     # test_draws -----------------------------------------------------------------------------------
     broken(
         "a micro-batch draws the numbers of the first one",
-        "return Rows(self.first + start, stop",
-        "return Rows(self.first, stop",
+        "first=self.first + start, count=stop",
+        "first=self.first, count=stop",
         f"{DRAWS}[noise without seeds, N=2]",
     ),
     broken(
@@ -172,8 +172,8 @@ STEPS = (
     ),
     broken(
         "states are assigned before the checks have passed",
-        "replaced=trace.replaced, after=after)",
-        "replaced=trace.replaced, after=[])",
+        "replaced=trace.replaced,\n            after=after,\n",
+        "replaced=trace.replaced,\n            after=[],\n",
         f"{FAILS}[N=2, synchronized norm]",
     ),
     broken(

@@ -19,8 +19,8 @@ TABLES = (
     ),
     broken(
         "the list of one replica is left out",
-        "            return joined(addends)\n",
-        "            return joined(addends[:1])\n",
+        "            return joined(halves)\n",
+        "            return joined(halves[:1])\n",
         ROWS,
     ),
     broken(

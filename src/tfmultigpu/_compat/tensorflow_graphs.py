@@ -110,3 +110,16 @@ def without_rewriting() -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+def kernels_are_deterministic() -> bool:
+    """Returns whether ``tf.config.experimental.enable_op_determinism`` was called.
+
+    Private: ``tensorflow.python.framework.config.is_op_determinism_enabled``; the public module can
+    only switch it on. Without it True is returned, and nobody is told that kernels of a GPU may add
+    in any order.
+    """
+    from tensorflow.python.framework import config
+
+    ask: Untyped = getattr(config, "is_op_determinism_enabled", lambda: True)
+    return bool(ask())

@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import as_rows_error
 from tfmultigpu.data.batch_format import GATHERED, NOT_EVEN, NOT_ROWS, as_data_error
-from tfmultigpu.errors import DataError, LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.errors import (
+    DataError,
+    LossError,
+    OutOfMemoryError,
+    StrategyUnavailableError,
+    TfMultiGpuError,
+)
 from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import is_one_process, local_replicas
@@ -39,6 +45,11 @@ def explaining_failures(
         if (explained := _explain(error, strategy, count_rows)) is error:
             raise
         raise explained from error
+    except TfMultiGpuError as error:
+        told = error.__context__  # Keras keeps the first field alone of what a layer raises.
+        if isinstance(told, TfMultiGpuError) and told.write not in str(error):
+            error.add_note(told.write)
+        raise
     except AttributeError as error:
         if "has no attribute 'numpy'" in str(error):
             error.add_note(

@@ -77,7 +77,7 @@ def make_train_step(
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
         logical_replicas: Into how many parts each batch is cut, however many replicas compute them:
-            the bits of the result depend on this number and not on that of replicas. It fits one
+            the bits of the result depend on this number alone, not on the replicas. It fits one
             replica, or 1, 2, 4, 8 ... parts on each. What rows do together, as in a plain
             BatchNormalization, they do within a part. None means one part for each replica.
         shard_update: Whether one replica updates each variable, keeps its optimizer state, and

@@ -215,7 +215,7 @@ def settle_states(
     shards: Shards,
     trace: Trace,
 ) -> tuple[list[list[Any]], list[Pass]]:
-    """Takes the states that logical replicas share out of the sums; returns sums and passes.
+    """Returns the sums without the states that logical replicas share, and passes that have them.
 
     What metrics add is assigned on the first replica alone, or it would be counted twice. Other
     states become the mean over the logical replicas that have rows.
@@ -424,9 +424,12 @@ def commit(
         values = per_replica(strategy, [one.state for one in passes])
         weights = per_replica(strategy, [rows.weight for rows in shards.rows])
         replica = functools.partial(
-            assign, trace.state, replaced=trace.replaced, after=after,
+            assign,
+            trace.state,
+            replaced=trace.replaced,
+            after=after,
             summed=by_id(trace.begin_at_zero),
-        )  # fmt: skip
+        )
         strategy.run(replica, args=(values, weights))
 
 

@@ -19,7 +19,12 @@ from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.taken_in import noting_calls
 from tfmultigpu.steps.trace import refusing_new_variables
-from tfmultigpu.steps.traced_once import TracedOnce, call_on_one_device, why_each
+from tfmultigpu.steps.traced_once import (
+    TracedOnce,
+    call_on_one_device,
+    needs_one_function,
+    why_each,
+)
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.row_parts import units_of
 from tfmultigpu.strategies.topology import is_sharded, per_replica
@@ -100,10 +105,10 @@ def _each_logical(
         trace.note_known()
     once = trace.once.get(is_first)
     if once is None and not trace.meets and not trace.finds_error:
-        once = trace.once[is_first] = TracedOnce(step.strategy, replica, shards, logical=count)
         if any(map(is_sharded, units_of(step.model.variables))):
-            once.why_each = "variables are sharded, and one device reads those of the others"
-            raise once.as_error(step.strategy)
+            why = "variables are sharded, and a replica reads those of the others in its own turn"
+            raise needs_one_function(step.strategy, count, why)
+        once = trace.once[is_first] = TracedOnce(step.strategy, replica, shards, logical=count)
     if once is not None:
         try:
             return on_replicas(step.strategy, once, shards, trace)
@@ -111,7 +116,8 @@ def _each_logical(
             if not once.why_each:
                 raise
             if not once.meets or count != step.strategy.num_replicas_in_sync:
-                raise once.as_error(step.strategy) from error
+                why, meets = once.why_each, once.meets
+                raise needs_one_function(step.strategy, count, why, meets=meets) from error
             trace.note_meeting(once.why_each)
             trace.once.clear()
     return on_replicas(step.strategy, replica, shards, trace)

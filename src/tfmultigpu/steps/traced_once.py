@@ -168,30 +168,39 @@ class TracedOnce:
         ):
             yield
 
-    def as_error(self, strategy: tf.distribute.Strategy) -> TfMultiGpuError:
-        """Returns the error of logical replicas, which need one function."""
-        replicas, count = strategy.num_replicas_in_sync, self._logical
-        advice = (
-            "Let each row depend on its own row or on those of its logical replica; draw by "
-            "keras.random with a keras.random.SeedGenerator; or leave logical_replicas out."
-        )
-        if self.meets:
-            advice = (
-                f"What meets needs {count} replicas at one time: "
-                f'tmg.split_device("GPU:0", parts={count // replicas}), for each device before '
-                "anything else; or leave out what meets, as a plain BatchNormalization normalizes "
-                "the rows of a logical replica alike on any number of devices."
-            )
-        return TfMultiGpuError(
-            "All logical replicas are calls of one function, and here that is not possible: "
-            f"{self.why_each}.",
-            f"logical_replicas={count} on {replicas} replica(s)",
-            advice,
-        )
-
     def _refuse(self, why: str) -> NoReturn:
         self.why_each = why
         raise NeedsEachError(why)
+
+
+def needs_one_function(
+    strategy: tf.distribute.Strategy, count: int, why: str, *, meets: bool = False
+) -> TfMultiGpuError:
+    """Returns the error of ``count`` logical replicas that cannot all call one function.
+
+    Args:
+        strategy: The strategy.
+        count: How many there are.
+        why: Why each replica needs a trace of its own.
+        meets: Whether that is because replicas meet.
+    """
+    replicas = strategy.num_replicas_in_sync
+    advice = (
+        "Let each row depend on its own row or on those of its logical replica; draw by "
+        "keras.random with a keras.random.SeedGenerator; or leave logical_replicas out."
+    )
+    if meets:
+        advice = (
+            f"What meets needs {count} replicas at one time: "
+            f'tmg.split_device("GPU:0", parts={count // replicas}), for each device before '
+            "anything else; or leave out what meets, as a plain BatchNormalization normalizes "
+            "the rows of a logical replica alike on any number of devices."
+        )
+    return TfMultiGpuError(
+        f"All logical replicas are calls of one function, and here that is not possible: {why}.",
+        f"logical_replicas={count} on {replicas} replica(s)",
+        advice,
+    )
 
 
 def _asked_by_us() -> bool:

@@ -294,7 +294,7 @@ class Trace:
         """Returns variables with the values that they seem to have for a replica.
 
         Args:
-            state: Those of ``self.state``; () for their own.
+            state: The values of ``self.state``; () for their own.
         """
         zeros: list[tuple[KerasVariable, Tensor]] = []
         for variable in self.begin_at_zero:

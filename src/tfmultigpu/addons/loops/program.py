@@ -199,9 +199,13 @@ class Program:
             dealt = self.step.logical_replicas
         if self.eval_step is not None or self.forward is not None:
             step = self.eval_step or make_eval_step(
-                proxy, None, strategy, forward=self.forward, verify=self.verify,
+                proxy,
+                None,
+                strategy,
+                forward=self.forward,
+                verify=self.verify,
                 logical_replicas=dealt,
-            )  # fmt: skip
+            )
             metrics = EpochMetrics(metrics_inside(model), None, {"": step})
             return EvaluationLoop(model, hooks, feed, step, metrics, pace)
         build_if_needed(model, strategy, spec)

@@ -262,8 +262,10 @@ class Verify(Feature):
         replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
         if replicas == 1 or partition.fixed_offsets(batch[1][0][0]) is not None:
             return []  # None, or all batches of the data are of one size.
-        sizes = [] if self._is_exact else [replicas - 1]
-        if replicas < parts <= rows or (self._is_exact and parts > 1):
+        sizes = [replicas - 1]
+        if self._is_exact:  # A logical replica without rows is one on any device.
+            sizes = []
+        if (replicas < parts or self._is_exact) and 1 < parts <= rows:
             sizes.append(parts - 1)
         return sizes
 

@@ -1,4 +1,4 @@
-"""Logical replicas: a step whose bits depend on their number, not on that of devices."""
+"""Logical replicas: a step whose bits depend on how many there are, on any number of devices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_EVEN, with_dependencies
-from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.errors import ReplicaDependenceWarning, TfMultiGpuError
 from tfmultigpu.lists import pick
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs
 from tfmultigpu.strategies.row_lists import Gradient, is_list, joined, unique
-from tfmultigpu.strategies.topology import is_on_read, local_replicas
+from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
 from tfmultigpu.types import Context, KerasVariable, Shard, Untyped
+from tfmultigpu.user_code import warn
 
 
 class _Group(NamedTuple):
@@ -42,7 +43,7 @@ class LogicalReplicas(Feature):
                             function that is called for each; added in pairs, neighbours first
         all devices:        these sums, added in pairs
 
-    So all additions are those of one binary tree, whose leaves are the logical replicas. Each of
+    So all additions together are one binary tree, whose leaves are the logical replicas. Each of
     them begins with the state before the step. Floating-point state of layers becomes its mean over
     those that have rows, and what metrics add is added once.
 
@@ -61,6 +62,15 @@ class LogicalReplicas(Feature):
         """Checks that each device has as many of them, or one device all."""
         self._step, self._strategy = step, step.strategy
         check_fits(self.count, step.strategy.num_replicas_in_sync)
+        on_gpus = any("GPU" in device for device in strategy_devices(step.strategy))
+        if on_gpus and not _compat.kernels_are_deterministic():
+            warn(
+                "Kernels of a GPU may add in any order, and then the bits of logical replicas are "
+                "other ones at each run. Received: logical_replicas="
+                f"{self.count} on {describe(step.strategy)}. Write at the start of the program, "
+                "before the seed: tf.config.experimental.enable_op_determinism().",
+                ReplicaDependenceWarning,
+            )
 
     def on_one_device(self) -> Feature | None:
         """Returns the same for one device, which computes all of them; nothing if they meet."""

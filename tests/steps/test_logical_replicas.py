@@ -1,0 +1,115 @@
+"""Logical replicas: which numbers fit, which rows they have, and what is said on GPUs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from law.pair import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import _compat
+from tfmultigpu.steps.features import logical_replicas
+from tfmultigpu.steps.values import Rows
+
+X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
+
+
+def model_of(replicas: int) -> Any:
+    with strategy_of(replicas).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        return model, keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize(
+    ("count", "fits"),
+    [(1, [1]), (6, [1, 3, 6]), (7, [1, 7]), (8, [1, 2, 4, 8]), (12, [1, 3, 6, 12])],
+)
+def test_a_number_of_replicas_fits_if_each_has_a_power_of_two(count: int, fits: list[int]) -> None:
+    for replicas in range(1, count + 2):
+        if replicas in fits:
+            logical_replicas.check_fits(count, replicas)
+            continue
+        with pytest.raises(tmg.TfMultiGpuError, match=f"Take one of {', '.join(map(str, fits))} "):
+            logical_replicas.check_fits(count, replicas)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "4", True])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="logical_replicas"):
+        tmg.make_train_step(*model_of(2), "mse", strategy_of(2), logical_replicas=value)
+
+
+# Fails if rows are lost, or counted twice, on any number of devices.
+@pytest.mark.parametrize("total", [1, 3, 6, 8, 13])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_each_row_counts_once(total: int, replicas: int) -> None:
+    count, counted = 8, np.zeros(total)
+    for replica in range(replicas):
+        first, stop = total * replica // replicas, total * (replica + 1) // replicas
+        if total < replicas:
+            first, stop = 0, total
+        held = Rows(*(tf.constant(n, tf.int64) for n in (first, stop - first, total)))
+        for number in range(replica * count // replicas, (replica + 1) * count // replicas):
+            rows, (start, end) = held.of_logical(number, count)
+            assert 0 <= int(start) < int(end) <= stop - first
+            assert (int(rows.first), int(rows.count)) == (first + int(start), int(end - start))
+            counted[int(rows.first) : int(rows.first + rows.count)] += float(rows.weight)
+    np.testing.assert_array_equal(counted, 1)
+
+
+def test_on_gpus_determinism_is_asked_for() -> None:
+    model, optimizer = model_of(2)
+    names = mock.patch.object(logical_replicas, "strategy_devices", return_value=("GPU:0", "GPU:1"))
+    with names, pytest.warns(tmg.ReplicaDependenceWarning, match="enable_op_determinism"):
+        tmg.make_train_step(model, optimizer, "mse", strategy_of(2), logical_replicas=2)
+    on = mock.patch.object(_compat, "kernels_are_deterministic", return_value=True)
+    with names, on, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tmg.make_train_step(model, optimizer, "mse", strategy_of(2), logical_replicas=2)
+
+
+# Fails if a step that cannot call one function is taken for one that can.
+def test_replicas_that_meet_are_compared_with_one_device_by_rounding() -> None:
+    with strategy_of(2).scope():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), logical_replicas=2)
+    step((x, Y))
+    assert step.verification.outcome == "same"
+
+
+# Fails if a batch that fails leaves a step that is traced for each replica, with other bits.
+def test_a_batch_that_fails_leaves_one_function() -> None:
+    class Small(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            small = tf.debugging.Assert(tf.reduce_max(x) < 100.0, ["too large"])
+            with tf.control_dependencies([small]):
+                return tf.identity(x)
+
+    def weights(replicas: int) -> list[bytes]:
+        keras.utils.set_random_seed(1)
+        with strategy_of(replicas).scope():
+            dropped = keras.layers.Dropout(0.3)
+            model = keras.Sequential([keras.Input((4,)), Small(), dropped, keras.layers.Dense(2)])
+            optimizer = keras.optimizers.Adam(0.1)
+        options: Any = {"logical_replicas": 4, "verify": False}
+        step = tmg.make_train_step(model, optimizer, "mse", strategy_of(replicas), **options)
+        wrong = X.copy()
+        wrong[5] = 1000.0
+        for x in (X, wrong, X):
+            if x is wrong:
+                with pytest.raises(Exception, match="too large"):
+                    step((x, Y))
+            else:
+                step((x, Y))
+        return [value.tobytes() for value in model.get_weights()]
+
+    assert weights(1) == weights(2) == weights(4)
