@@ -74,7 +74,8 @@ def stepped(count: int, folder: str) -> dict[str, list[np.ndarray]]:
         logs.append(step(shards))
     data = tmg.distribute_dataset((IDS, Y, WEIGHTS), strategy, batch_size=4)
     logs.append(step.run(iter(data), 4))
-    assert step.verification.outcome == "same", str(step.verification)
+    if strategy.num_replicas_in_sync > 1:
+        assert step.verification.outcome == "same", str(step.verification)
     if not was_saved:
         checkpoints.save()
     numbers = [np.asarray([float(log[name]) for name in sorted(log)]) for log in logs]
