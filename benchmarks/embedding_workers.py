@@ -1,7 +1,9 @@
-"""Bytes and time of a train step of two workers, whose model is a table of embeddings.
+"""Bytes and time of a train step of several workers, whose model is a table of embeddings.
 
 ``python benchmarks/embedding_workers.py`` starts two processes for each size of the table, and
-counts what passes the loopback device meanwhile; run nothing else beside it that uses it.
+counts what passes the loopback device meanwhile; run nothing else beside it that uses it. A table
+of fewer than 65,536 numbers is dense: ``--workers 4 --sizes 2000`` shows what a ring sends of it,
+and with ``--logical-replicas 4`` what workers send who add in pairs, in the order of one device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SIZES = (20_000, 2_000_000)
 STEPS = 20
 
 
-def measure(optimizer: str, size: int) -> None:
+def measure(optimizer: str, size: int, logical_replicas: int | None) -> None:
     """Trains as one of the workers; the first prints the table's line."""
     import keras
 
@@ -34,7 +36,9 @@ def measure(optimizer: str, size: int) -> None:
         rows = layers.Flatten()(layers.Embedding(size, WIDTH, "zeros")(ids))
         model = keras.Model(ids, layers.Dense(1)(rows))
         made = getattr(keras.optimizers, optimizer)(0.01)
-    step = tmg.make_train_step(model, made, "mse", strategy, verify=False)
+    step = tmg.make_train_step(
+        model, made, "mse", strategy, verify=False, logical_replicas=logical_replicas
+    )
     random = np.random.default_rng(0)
     x = random.integers(0, size, ((STEPS + 2) * ROWS, IDS_OF_ROW)).astype("int32")
     y = random.normal(size=(len(x), 1)).astype("float32")
@@ -67,16 +71,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=["SGD", "Adagrad", "Adam"])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--logical-replicas", type=int)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.case:
-        measure(asked.case[0], int(asked.case[1]))
+        measure(asked.case[0], int(asked.case[1]), asked.logical_replicas)
         return
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     for optimizer in asked.only:
         for size in asked.sizes:
             script = [__file__, "--case", optimizer, str(size)]
-            launch = [sys.executable, "-m", "tfmultigpu", "launch", "--workers", "2", *script]
+            if asked.logical_replicas is not None:
+                script += ["--logical-replicas", str(asked.logical_replicas)]
+            launch = [sys.executable, "-m", "tfmultigpu", "launch", "--workers"]
+            launch += [str(asked.workers), *script]
             subprocess.run(launch, env=environment, check=True, stderr=subprocess.DEVNULL)
 
 

@@ -466,14 +466,24 @@ def test_tensorflow_tells_whether_a_strategy_was_made(monkeypatch):
 
 def add_and_abort() -> list[object]:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    (add,) = _compat.additions_over_workers(strategy)
-    packs = [[tf.ones([2]), tf.constant(3.0)], [tf.constant([4.0])]]
-    sums = [total.numpy().tolist() for total in tf.function(add)(packs)]
-    (again,) = _compat.additions_over_workers(strategy)
+    groups = [(0,), (1, 2)]
+    (add,) = _compat.additions_over_workers(strategy, groups, 0)
+    rows = tf.IndexedSlices(tf.ones([2, 1]), tf.constant([5, 3], tf.int64))
+
+    @tf.function
+    def added() -> object:
+        return add([tf.ones([2]), tf.constant(3.0)]), add([rows])[0].indices
+
+    sums = [total.numpy().tolist() for total in tf.nest.flatten(added())]
+    ((again,), (other,)) = (_compat.additions_over_workers(strategy, groups, n) for n in (0, 1))
+    (launcher,), (same,), (of_others,) = add.args, again.args, other.args
     (all_replicas,) = strategy.extended._cross_device_ops._launchers
-    assert again.__self__._group_key == add.__self__._group_key
-    assert again.__self__ is not all_replicas
-    assert again.__self__._ordering_token is all_replicas._ordering_token
+    assert same._group_key == launcher._group_key
+    keys = launcher._group_key, of_others._group_key, all_replicas._group_key
+    assert len(set(keys)) == 3
+    assert of_others._group_size == 2
+    assert same is not all_replicas
+    assert same._ordering_token is all_replicas._ordering_token
     _compat.abort_collectives("no more")
     options = {"merge_op": "Add", "final_op": "Id", "subdiv_offsets": [0]}
     keys = {"group_size": 2, "group_key": 1, "instance_key": 1}
@@ -485,7 +495,7 @@ def add_and_abort() -> list[object]:
 def test_collectives_have_groups_of_their_own_and_can_be_ended():
     """In a process of its own, of one worker: it has none afterwards."""
     worker = pool().start()
-    assert worker.call(add_and_abort) == [[1.0, 1.0], 3.0, [4.0]]
+    assert worker.call(add_and_abort) == [[1.0, 1.0], 3.0, [5, 3]]
     worker.end()
 
 

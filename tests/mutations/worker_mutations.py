@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import broken
 
 WORKERS = "test_workers.py"
+BITS = "test_same_bits_workers.py::test_steps_and_what_is_resumed_on_one_device"
 
 PROCESSES = (
     broken(
@@ -42,5 +43,23 @@ PROCESSES = (
         "return gathers or any(LISTED in name for name in names)",
         "return gathers",
         "test_workers.py::test_tables_of_embeddings_in_fit",
+    ),
+    broken(
+        "what metrics add is counted by the first replica of each worker",
+        "elif local_replicas(step.strategy)[number]:",
+        "elif number:",
+        f"{BITS}[2 workers]",
+    ),
+    broken(
+        "workers that are far apart add first",
+        "meetings = list(meetings_in_pairs(workers))",
+        "meetings = list(meetings_in_pairs(workers))[::-1]",
+        f"{BITS}[4 workers]",
+    ),
+    broken(
+        "a worker without a partner adds once more what another one has added",
+        "if is_idle:",
+        "if is_idle and number < 0:",
+        f"{BITS}[3 workers]",
     ),
 )

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from one_device import strategy_of
 
-from tfmultigpu.strategies.collectives import sum_on_devices
+from tfmultigpu.strategies.collectives import meetings_in_pairs, sum_on_devices
 
 # Each order of these has another sum: beside the large ones the small ones are lost.
 PARTS = [1e16, 1.0, -1e16, 3.0]
@@ -34,3 +34,29 @@ def test_the_bits_of_a_sum_are_those_of_the_order_of_replicas(replicas: int, own
         given = [p / 2 if is_fresh else p for p, is_fresh in zip(PARTS, fresh, strict=False)]
         found.add(float(add(*(tf.constant([part], tf.float64) for part in given))[0]))
     assert found == {np.add.reduce(PARTS[:replicas])}
+
+
+def tree(leaves: list[str]) -> str:
+    """The order in which one process adds: neighbours first, an odd one passes up."""
+    while len(leaves) > 1:
+        pairs = [leaves[i : i + 2] for i in range(0, len(leaves), 2)]
+        leaves = [f"({'+'.join(pair)})" if len(pair) > 1 else pair[0] for pair in pairs]
+    return leaves[0]
+
+
+# Fails if workers add in another tree, one is left out of a sum, or has not learned it.
+@pytest.mark.parametrize("workers", range(1, 18))
+def test_workers_add_in_the_tree_of_one_process(workers: int) -> None:
+    leaves = [str(worker) for worker in range(workers)]
+    sums, sent = list(leaves), 0
+    for groups in meetings_in_pairs(workers):
+        meeting = [worker for group in groups for worker in group]
+        assert len(set(meeting)) == len(meeting), "a worker is at two places at one time"
+        before = list(sums)
+        for first, *others, last in groups:
+            assert {before[other] for other in others} <= {before[first]}
+            for worker in (first, *others, last):
+                sums[worker] = f"({before[first]}+{before[last]})"
+        sent += 1
+    assert set(sums) == {tree(leaves)}
+    assert sent == (workers - 1).bit_length()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,28 +25,45 @@ def strategies_were_made() -> bool:
     return gauge is None or gauge.get_cell("num_replicas").value() > 0
 
 
-def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Function]:
-    """Returns functions that add tensors over the workers of a strategy, one per local device.
+def additions_over_workers(
+    strategy: tf.distribute.Strategy, groups: Sequence[Sequence[int]], worker: int
+) -> list[Function]:
+    """Returns functions that add tensors over the workers of a group, one per local device.
 
-    Each takes lists of tensors of one dtype on its device, and returns the sums in one list. A list
-    is sent as one message. The workers must call them alike and in the same order.
+    Each takes a list of tensors of one dtype on its device, which are sent as one message, or of
+    one ``IndexedSlices``; it returns the sums in a list. All workers must ask for the same groups
+    and call the functions alike, in the same order.
 
     Private: ``strategy.extended._cross_device_ops``, its ``_launchers``, which add over all
     replicas, and their ``_collective_keys``, ``_group_key`` and ``_group_size``. Their copies keep
     the options, the order on a device, and keys that are new in each call. The public
-    ``strategy.reduce`` adds over workers on the CPUs alone, and ``tf.raw_ops.CollectiveReduceV2``
-    needs keys that the strategy does not use. Without them no step is traced whose replicas are on
-    several workers.
+    ``strategy.reduce`` adds over all workers on the CPUs alone, and
+    ``tf.raw_ops.CollectiveReduceV2`` needs keys that the strategy does not use. Without them no
+    step is traced whose replicas are on several workers.
+
+    Args:
+        strategy: The strategy.
+        groups: The numbers of the workers of each group, at most one of which has this worker.
+        worker: The number of this worker.
     """
     devices = strategy.extended.worker_devices
     extended: Any = strategy.extended
-    found = []
+    found: list[Function] = []
     for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
-        launcher = copy.copy(one)
-        launcher._group_key = one._collective_keys.get_group_key([device])
-        launcher._group_size = one._group_size // len(devices)
-        found.append(launcher.batch_all_reduce)
+        for group in groups:
+            # The number of a key is that of the question, so all workers ask for all groups.
+            key = one._collective_keys.get_group_key([device, f"workers {group}"])
+            if worker in group:
+                launcher = copy.copy(one)
+                launcher._group_key, launcher._group_size = key, len(group)
+                found.append(functools.partial(_add_by, launcher))
     return found
+
+
+def _add_by(launcher: Any, tensors: Sequence[Any]) -> list[Any]:
+    if isinstance(tensors[0], tf.IndexedSlices):
+        return [launcher.all_reduce_indexed_slices(tensors[0])]
+    return list(launcher.batch_all_reduce([tensors]))
 
 
 def numbers_collectives(strategy: tf.distribute.Strategy) -> bool:

@@ -280,7 +280,7 @@ class Owned(Replicated):
         places = [target.device or self.devices[0] for target in targets]
         places += [self.devices[0]] * (len(addends[0]) - len(targets))
         sums = sum_on_devices(addends, places)
-        if len(self.devices) < self.strategy.num_replicas_in_sync:
+        if not adds_lists(self.strategy):
             sums = _without_lists(sums, targets)
         return [sum_over_workers(self.strategy, sums, places)]
 

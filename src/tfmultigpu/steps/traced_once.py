@@ -120,6 +120,7 @@ class TracedOnce:
             trace.functions.append(self._function)
         context: Any = tf.distribute.get_replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group)
+        number %= len(local_replicas(self._strategy))  # In this process, or on one device.
         outputs = call_on_replica(self._strategy, self._function, number, tensors_in(args))
         return packed(self._function.structured_outputs, outputs)
 

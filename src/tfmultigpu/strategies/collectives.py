@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,7 @@ from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.strategies.topology import is_one_process, local_replicas, per_replica
-from tfmultigpu.types import Tensor
+from tfmultigpu.types import Context, Tensor
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
@@ -113,14 +113,15 @@ def sum_over_replicas(
     """Adds tensors over all replicas; call in a cross-replica context.
 
     Replicas that share memory add there: that is cheapest, and leaves alone TensorFlow's collective
-    groups, which a second strategy in one process would break. All others send messages of about
-    25 MB, the last tensors first, whose gradients are known first in the backward pass.
+    groups, which a second strategy in one process would break. So does, if it adds in pairs, a
+    worker before it meets others. All others send messages of about 25 MB, the last tensors first,
+    whose gradients are known first in the backward pass.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
-    if replicas_share_memory(strategy):
-        devices = strategy.extended.worker_devices
-        return [sum_on_devices(values, [devices[0]] * len(values[0]))]
+    if _in_pairs.get() or replicas_share_memory(strategy):
+        places = [strategy.extended.worker_devices[0]] * len(values[0])
+        return [sum_over_workers(strategy, sum_on_devices(values, places), places)]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
@@ -224,32 +225,87 @@ def add_on_device(parts: Sequence[Tensor], device: str) -> Tensor:
 
 
 def sum_over_workers(
-    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], devices: Sequence[str]
-) -> list[tf.Tensor]:
-    """Adds sums of this worker, each on its device, over the workers; all must call it."""
+    strategy: tf.distribute.Strategy, values: Sequence[Any], devices: Sequence[str]
+) -> list[Any]:
+    """Adds sums of this worker, each on its device, over the workers; all must call it.
+
+    In pairs, the tree over the devices of each worker continues over the workers.
+    """
     if is_one_process(strategy):
         return list(values)
     names = list(map(parse_device_name, strategy.extended.worker_devices))
-    numbers: dict[tuple[int, tf.DType], list[int]] = {}
-    for i, (tensor, device) in enumerate(zip(values, devices, strict=True)):
-        place = names.index(parse_device_name(device)), tensor.dtype
-        numbers.setdefault(place, []).append(i)
-    added: dict[int, tf.Tensor] = {}
-    add = _compat.additions_over_workers(strategy)
-    for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
-        # Small ones travel together; a large one is not copied to be packed.
-        small: list[int] = []
-        large: list[int] = []
-        for i in chosen:
-            if _bytes(values[i]) >= _LARGE:
-                large.append(i)
-            else:
-                small.append(i)
-        packs = [[values[i]] for i in large]
-        if small:
-            packs.insert(0, pick(values, small))
-        added.update(zip([*small, *large], add[owner](packs), strict=True))
-    return pick(added, range(len(values)))
+    owners = [names.index(parse_device_name(device)) for device in devices]
+    workers = strategy.num_replicas_in_sync // len(names)
+    number = local_replicas(strategy)[0] // len(names)
+    meetings = [[tuple(range(workers))]]
+    if _in_pairs.get():
+        meetings = list(meetings_in_pairs(workers))
+
+    added = list(values)
+    packs = _packs(values, owners)
+    for groups in meetings:
+        adders = _compat.additions_over_workers(strategy, groups, number)
+        for group in groups:
+            if number not in group:  # Also of all groups: an odd one passes up.
+                continue
+            is_idle = _in_pairs.get() and number not in (group[0], group[-1])
+            for pack in packs:
+                with tf.device(devices[pack[0]]), _scope_of(added[pack[0]]):
+                    addends = pick(added, pack)
+                    if is_list(addends[0]):
+                        addends = list(map(unique, addends))
+                    if is_idle:
+                        addends = list(map(_nothing, addends))
+                    sums = adders[owners[pack[0]]](addends)
+                for i, total in zip(pack, sums, strict=True):
+                    added[i] = total
+    return added
+
+
+def _scope_of(value: Any) -> Context:
+    return tf.name_scope(LISTED) if is_list(value) else nullcontext()
+
+
+def _packs(values: Sequence[Any], owners: Sequence[int]) -> list[list[int]]:
+    """Returns the numbers of the values in each message between workers, in their order.
+
+    Small ones of one device and dtype travel together; a large one is not copied to be packed.
+    """
+    packs: list[list[int]] = []
+    small: dict[tuple[int, tf.DType], list[int]] = {}
+    for i, (value, owner) in enumerate(zip(values, owners, strict=True)):
+        if is_list(value) or _bytes(value) >= _LARGE:
+            packs.append([i])
+        elif (owner, value.dtype) in small:
+            small[owner, value.dtype].append(i)
+        else:
+            packs.append(small.setdefault((owner, value.dtype), [i]))
+    return packs
+
+
+def _nothing(value: Any) -> Any:
+    """Returns what leaves each bit of a sum as it is: no rows, or zeros, which are -0.0."""
+    if is_list(value):
+        return tf.IndexedSlices(value.values[:0], value.indices[:0])
+    return -tf.zeros_like(value)
+
+
+def meetings_in_pairs(workers: int) -> Iterator[list[tuple[int, ...]]]:
+    """Returns which workers meet at each level of the tree over their sums, neighbours first.
+
+    The first and the last of a group add what they have. The others, if the right half of a tree
+    is smaller, have the same as the first: they give nothing, and learn the sum. So the order in
+    which a group adds does not matter.
+    """
+    size = 1
+    while size < workers:
+        groups: list[tuple[int, ...]] = []
+        for first in range(0, workers - size, 2 * size):
+            half = min(size, workers - first - size)  # The last one may be smaller.
+            for last in range(first + size, first + size + half):
+                groups.append((*range(last - size, first + size, half), last))
+        yield groups
+        size *= 2
 
 
 def value_of_first_worker(
@@ -260,7 +316,7 @@ def value_of_first_worker(
         return value
     with tf.init_scope(), tf.device(device), explaining_lost_workers():
         own = value if local_replicas(strategy)[0] == 0 else tf.zeros_like(value)
-        (first,) = sum_over_workers(strategy, [own], [device])
+        first: tf.Tensor = sum_over_workers(strategy, [own], [device])[0]
     return first
 
 
@@ -280,7 +336,7 @@ def all_reduce_sum(context: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     numbers: dict[tf.DType, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if is_list(tensor):
-            with tf.name_scope(LISTED):
+            with _scope_of(tensor):
                 reduced[i] = context.all_reduce(add, unique(tensor))
         else:
             numbers.setdefault(tensor.dtype, []).append(i)

@@ -150,11 +150,17 @@ class OneDevice:
 
     def begin(self, before: Sequence[Before]) -> None:
         """Assigns what states begin at, given what they are put back to."""
-        if not self._begins_at_ones:
-            return
-        alike = {id(state.handle) for state in self._states_alike()}
+        summed: set[int] = set()  # What logical replicas add to begins at zero on one device.
+        for state in self._ran.trace.begin_at_zero:
+            for copy in copies_of(self.strategy, state):
+                summed.add(id(copy.handle))
+        alike: set[int] = set()
+        if self._begins_at_ones:
+            alike.update(id(state.handle) for state in self._states_alike())
         for each in before:
-            if id(each.handle) in alike and bool(tf.reduce_all(each.value == 0)):
+            if id(each.handle) in summed:
+                each.contents.assign(tf.zeros_like(each.value))
+            elif id(each.handle) in alike and bool(tf.reduce_all(each.value == 0)):
                 each.contents.assign(tf.ones_like(each.value))
 
     def _states_alike(self) -> list[tf.Variable]:
