@@ -39,7 +39,7 @@ BITS = (
     ),
     broken(
         "the state of a layer is that of the last logical replica",
-        "        elif tf.as_dtype(state.dtype).is_floating and id(state) not in seeds:\n",
+        '        elif id(state) not in seeds and state.dtype != "string":\n',
         "        elif False:\n",
         f"{SAME}[plain]",
     ),

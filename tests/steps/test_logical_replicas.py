@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 from unittest import mock
@@ -113,3 +114,83 @@ def test_a_batch_that_fails_leaves_one_function() -> None:
         return [value.tobytes() for value in model.get_weights()]
 
     assert weights(1) == weights(2) == weights(4)
+
+
+class Counts(keras.layers.Layer):
+    """Counts calls in a weight of some dtype, or notes what its rows are."""
+
+    def __init__(self, dtype: str, start: float = 0.0) -> None:
+        super().__init__()
+        self.counted = self.add_weight(
+            shape=(), dtype=dtype, trainable=False, name="counted",
+            initializer=keras.initializers.Constant(start),
+        )  # fmt: skip
+
+    def call(self, x: Any) -> Any:
+        if self.counted.dtype == "bool":
+            self.counted.assign(tf.reduce_sum(x) > 0.0)
+        else:
+            self.counted.assign(self.counted + 1)
+        return x * 1.0
+
+
+class AtOnce(keras.layers.Layer):
+    """Assigns where the step cannot wait with it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.own = kind, tf.Variable(0.0, trainable=False)
+        if kind == "function":
+            self.norm = keras.layers.BatchNormalization()
+
+    def call(self, x: Any) -> Any:
+        if self.kind == "variable":
+            self.own.assign_add(tf.reduce_sum(x))
+            return x * 1.0
+        return tf.function(lambda x: self.norm(x, training=True))(x)
+
+
+def bits(replicas: int, layer: Any, metrics: Any, rows: int = 8) -> list[bytes]:
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 4)).astype("float32")
+    y = (random.normal(size=(rows, 1)) > 0).astype("float32")
+    with strategy_of(replicas).scope():
+        outputs = keras.layers.Dense(1, "sigmoid", kernel_regularizer="l2")
+        hidden = keras.layers.Dense(5, kernel_regularizer="l1", bias_regularizer="l2")
+        model = keras.Sequential([keras.Input((4,)), layer(), hidden, outputs])
+        optimizer, measured = keras.optimizers.Adam(0.1), metrics()
+    options: Any = {"logical_replicas": 4, "metrics": measured}
+    loss = "binary_crossentropy"
+    step = tmg.make_train_step(model, optimizer, loss, strategy_of(replicas), **options)
+    logs = [step((x, y))["loss"] for _ in range(3)]
+    values = [*logs, *(metric.result() for metric in measured), *(v.value for v in model.variables)]
+    return [np.asarray(tf.convert_to_tensor(value)).tobytes() for value in values]
+
+
+# Fails if what one device finds in a state depends on how many logical replicas it computes.
+@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("dtype", ["int32", "bool", "float16"])
+def test_states_of_any_dtype(dtype: str, rows: int) -> None:
+    layer = lambda: Counts(dtype, 20_000.0 if dtype == "float16" else 0.0)  # noqa: E731
+    expected = bits(1, layer, list, rows)
+    assert bits(4, layer, list, rows) == expected
+    if dtype == "int32":
+        assert np.int32(3).tobytes() in expected
+
+
+# Fails if a metric of Keras, many of which assign a sum, is refused, or is counted otherwise.
+def test_metrics_that_assign_a_sum() -> None:
+    kinds = keras.metrics
+
+    def metrics() -> list[Any]:
+        return [kinds.AUC(num_thresholds=9), kinds.Precision(), kinds.R2Score()]
+
+    layer = functools.partial(keras.layers.Dense, 4)
+    assert bits(4, layer, metrics) == bits(1, layer, metrics)
+
+
+@pytest.mark.parametrize("kind", ["variable", "function"])
+def test_what_is_assigned_at_once_is_refused(kind: str) -> None:
+    with pytest.raises(tmg.TfMultiGpuError, match="assigns a variable at once"):
+        bits(1, functools.partial(AtOnce, kind), list)

@@ -114,7 +114,7 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
     def add_update(self, update: tuple[Tensor, Tensor]) -> None:
         """Keeps an assignment."""
         variable, value = update
-        if not self._adds:
+        if not self._adds and not _is_sum_with(self._values.get(id(variable)), value):
             self.replaced.add(id(variable))
         if variable.aggregation == "sum" and self._counts is not True:
             old = self.current(variable)
@@ -174,6 +174,15 @@ class DeferredAssignments(keras.StatelessScope):  # type: ignore[misc]  # Keras 
         finally:
             super().__enter__()
             _scope_of_thread.reset(token)
+
+
+def _is_sum_with(before: Tensor | None, value: Tensor) -> bool:
+    """Returns whether a value is a sum in which the value before is one addend."""
+    if before is None or not tf.is_symbolic_tensor(value):
+        return False
+    while value.op.type in ("Identity", "StopGradient", "Cast"):
+        value = value.op.inputs[0]
+    return value.op.type in ("AddV2", "Add") and any(before is x for x in value.op.inputs)
 
 
 def deferred_here() -> DeferredAssignments | None:

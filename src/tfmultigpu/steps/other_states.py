@@ -82,10 +82,12 @@ class Touched:
         states: The state that they change.
         by_rows: The handles of the variables of which they read or write single rows, by ``id``.
             TensorFlow copies the whole of such a variable at each read of its value, for good.
+        assigns: Whether they assign a variable, and not the step at the end.
     """
 
     def __init__(self) -> None:
         self.states: list[OtherState] = []
+        self.assigns = False
         self.by_rows: dict[int, Handle] = {}
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -130,6 +132,7 @@ class Touched:
             if operation.op_def.is_stateful:
                 search.add(operation.node_def, list(map(search.outside, operation.inputs)))
         self.by_rows |= search.by_rows
+        self.assigns = self.assigns or search.assigns
         known = {state.key for state in self.states}
         self.states += [state for state in search.found() if state.key not in known]
         self._graphs.add(graph)  # Which knows its variables once it is complete.
@@ -148,6 +151,11 @@ class _Search:
         self._assigned: dict[_Key, OtherState] = {}
         self._read: set[int] = set()
         self.by_rows: dict[int, Handle] = {}
+
+    @property
+    def assigns(self) -> bool:
+        """Whether an operation assigns a variable."""
+        return bool(self._assigned)
 
     def found(self) -> list[OtherState]:
         """Returns the states; a table whose dtypes nothing tells is out of reach."""

@@ -208,11 +208,11 @@ def settle_states(
     for number, result in enumerate(passes):
         values, totals = list(result.state), sums[number % len(sums)][-1 - count : -1]
         for state, total in zip(trace.shared, totals, strict=True):
-            if not is_on_read(state):
+            if total.dtype.is_floating and not is_on_read(state):
                 total /= tf.cast(with_rows, total.dtype)
-            elif local_replicas(step.strategy)[number]:
+            elif is_on_read(state) and local_replicas(step.strategy)[number]:
                 total = tf.zeros_like(total)
-            values[places[id(state)]] = total
+            values[places[id(state)]] = tf.cast(total, state.dtype)
         settled.append(result._replace(state=tuple(values)))
     return [[*of_replica[: -1 - count], of_replica[-1]] for of_replica in sums], settled
 
@@ -318,19 +318,24 @@ def _regularize(step: Training, trained: Sequence[Target], layout: Layout) -> An
     Penalties of variables that this step does not train are in the loss too. A loss that is whole
     has them.
     """
-    total: Scalar = tf.zeros([])
     if layout.is_whole:
-        return total
+        return tf.zeros([])
     known = {id(each.variable) for each in trained}
     trainable = step.update.targets_of(step.forward.model.trainable_variables)
     others = [each for each in trainable if id(each.variable) not in known]
+    penalties: list[Tensor] = []
     for each in (*trained, *others):
         with each.placed():
             if (found := penalty_of(each.variable, each.assigned)) is not None:
                 penalty, gradient = found
                 each.penalize(gradient)
-                total += penalty
-    return total
+                penalties.append(penalty)
+    return _sum_of(penalties)
+
+
+def _sum_of(scalars: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of float32 scalars in their order, which TensorFlow may change in a chain."""
+    return tf.reduce_sum(tf.stack(scalars)) if scalars else tf.zeros([])
 
 
 def _corrections(

@@ -139,6 +139,8 @@ class TracedOnce:
         # Replicas that call one function would draw the same numbers.
         if any(state.kind == "draws" for state in touched.states):
             self._refuse("it draws random numbers by tf.random, not by keras.random")
+        if self._logical is not None and touched.assigns:
+            self._refuse("it assigns a variable at once, and the next one would find another value")
         return concrete
 
     @contextmanager
@@ -186,8 +188,9 @@ def needs_one_function(
     """
     replicas = strategy.num_replicas_in_sync
     advice = (
-        "Let each row depend on its own row or on those of its logical replica; draw by "
-        "keras.random with a keras.random.SeedGenerator; or leave logical_replicas out."
+        "Draw by keras.random with a keras.random.SeedGenerator; assign weights of Keras, not a "
+        "tf.Variable, in call itself, not in a tf.function, a branch or a loop of it; ask for no "
+        "number of a replica; or leave logical_replicas out."
     )
     if meets:
         advice = (

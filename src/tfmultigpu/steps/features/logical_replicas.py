@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_EVEN, with_dependencies
 from tfmultigpu.errors import ReplicaDependenceWarning, TfMultiGpuError
-from tfmultigpu.lists import pick
 from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
-from tfmultigpu.types import Context, KerasVariable, Scalar, Shard
+from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Tensor
 from tfmultigpu.user_code import warn
 
 
@@ -93,7 +93,7 @@ class LogicalReplicas(Feature):
                 part = self._part(shards, number, groups)
                 passes = phase(part, trace)
                 self.meets |= trace.meets
-                group = _Group(1, self._given(passes, part.rows, trace))
+                group = _Group(1, self._given(number, passes, part.rows, trace))
                 while groups and groups[-1].size == group.size:
                     group = add(groups.pop(), group)
                 groups.append(group)
@@ -148,18 +148,34 @@ class LogicalReplicas(Feature):
             states += filter(is_on_read, metric.variables)
         return list({id(state): state for state in states}.values())
 
-    def _given(self, passes: list[Pass], rows: Sequence[Rows], trace: Trace) -> list[Pass]:
+    def _given(
+        self, number: int, passes: list[Pass], rows: Sequence[Rows], trace: Trace
+    ) -> list[Pass]:
         """Returns passes with what they give to the states that all logical replicas share."""
         shared = _shared_states(trace)
         trace.note_shared(shared)
         numbers = [i for i, state in enumerate(trace.state) if id(state) in set(map(id, shared))]
         given: list[Pass] = []
-        for result, place in zip(passes, rows, strict=True):
+        replicas = local_replicas(self._strategy)
+        for replica, result, place in zip(replicas, passes, rows, strict=True):
+            is_first = replica == number == 0
             with tf.device(result.stats.device):
-                values = tuple(map(place.counted, pick(result.state, numbers)))
+                values: list[Tensor] = []
+                for i in numbers:
+                    values.append(_addend(trace.state[i], result.state[i], place, is_first))
                 addends = [unique(one) if is_list(one) else one for one in result.addends]
-            given.append(result.with_addends(addends)._replace(shared=values))
+            given.append(result.with_addends(addends)._replace(shared=tuple(values)))
         return given
+
+
+def _addend(state: KerasVariable, value: Tensor, rows: Rows, is_first: bool) -> Tensor:
+    """Returns what a logical replica adds to a state, of a dtype in which all of them fit."""
+    if value.dtype.is_floating:
+        return rows.counted(tf.cast(value, sum_dtype(value.dtype)))
+    value = tf.cast(value, tf.int64)
+    if is_on_read(state):
+        return value * tf.cast(rows.counts(), tf.int64)
+    return value if is_first else tf.zeros_like(value)  # A count is alike on all.
 
 
 def check_fits(count: int, replicas: int) -> None:
@@ -242,7 +258,7 @@ def _shared_states(trace: Trace) -> list[KerasVariable]:
                     "logical_replicas out.",
                 )
             shared.append(state)
-        elif tf.as_dtype(state.dtype).is_floating and id(state) not in seeds:
+        elif id(state) not in seeds and state.dtype != "string":
             if state.aggregation == "sum":
                 raise TfMultiGpuError(
                     "A weight whose values are added over the replicas would be added for each "
