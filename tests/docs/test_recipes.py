@@ -742,16 +742,18 @@ def mlp_of_blocks() -> Any:
 # What changes a program of Keras ------------------------------------------------------------------
 
 
-@recipe("README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40, twice")
+@recipe(
+    "README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40, four times"
+)
 def readme() -> None:
     page = Page("README")
     scope = page.until("def my_step")
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(1)])
-    adam = keras.optimizers.Adam(1e-3, global_clipnorm=1.0)
+    sgd = keras.optimizers.SGD(0.1, global_clipnorm=5.0)
     sizes = [64] * 15 + [40]
-    plain(model, adam, squared, cut((scope["x"], scope["y"]), sizes) * 2)
-    equal(scope["model"].get_weights(), model.get_weights(), atol=2e-5)
+    plain(model, sgd, squared, cut((scope["x"], scope["y"]), sizes) * 4)
+    equal(scope["model"].get_weights(), model.get_weights())
 
 
 def sides(page: str, words: str) -> str:
