@@ -743,7 +743,7 @@ def mlp_of_blocks() -> Any:
 
 
 @recipe(
-    "README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40, four times"
+    "README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40"
 )
 def readme() -> None:
     page = Page("README")
