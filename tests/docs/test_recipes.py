@@ -55,7 +55,7 @@ OTHERS = {
     ("own-features", "train"): "uses the recipe GradientNoise",
     ("steps", "LargestError"): "wrong on purpose: the page shows the warning",
     ("loops", "fit"): "the lines for KerasTuner, which is not installed here",
-    ("steps", "train"): "threads are held in tests/promises/test_threads.py",
+    ("contributing/steps", "train"): "threads are held in tests/promises/test_threads.py",
     (
         "recompute",
         "Block",
