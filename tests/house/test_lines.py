@@ -33,7 +33,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 7_450,
     "src/strategies": 2_170,
-    "tests together": 40_270,
+    "tests together": 40_330,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
