@@ -57,7 +57,7 @@ OTHERS = {
     ("loops", "fit"): "the lines for KerasTuner, which is not installed here",
     ("contributing/steps", "train"): "threads are held in tests/promises/test_threads.py",
     (
-        "recompute",
+        "memory",
         "Block",
     ): "the page holds it to the model without; tests/promises/test_recompute.py",
     ("testing", "build"): "the page holds it to one device itself",
