@@ -73,7 +73,7 @@ OTHERS = {
     ("checkpoints", "Teacher"): "as above",
     ("unequal-gpus", "try_batch"): "measures, and trains nothing that is kept",
     ("speed", "build"): "is measured, and has no result",
-    ("start", "train"): "the page holds it to one device itself",
+    ("start", "build"): "the page holds it to one device itself",
 }
 
 
@@ -90,7 +90,7 @@ def recipe(page: str, *names: str, to: str) -> Callable[[Recipe], Recipe]:
 
 def run(code: str, scope: dict[str, Any], name: str) -> None:
     """Runs code of a page where there are eight CPUs already."""
-    path = FOLDER[0] / f"{name}_{len(code)}.py"
+    path = FOLDER[0] / f"{name.replace('/', '_')}_{len(code)}.py"
     path.write_text(code)  # AutoGraph reads the source of a function from its file.
     keras.utils.set_random_seed(1)
     with (
@@ -603,9 +603,9 @@ def weighted_forward() -> None:
     hold_step(mlp(8, 3), make, loss, cut((x, np.arange(17) % 3), (9, 2, 6)))
 
 
-@recipe("data", "forward", to="the two means as one, by a tape")
+@recipe("contributing/data", "forward", to="the two means as one, by a tape")
 def several_rows() -> None:
-    forward = whole("data")["forward"]
+    forward = whole("contributing/data")["forward"]
     x, y, more = arrays(11, 2, 1, 6)
 
     def loss(model: Any, batch: Any) -> Any:
