@@ -66,7 +66,7 @@ OTHERS = {
     ("testing", "test_my_loop_trains_on_any_number_of_replicas"): "as above",
     ("data", "read"): "reads what augment gets, by numbers: tests/data/test_preprocessing.py",
     ("contributing/data", "write"): "writes the files of the page",
-    ("contributing/data", "decode"): "decodes them; seeds of rows: tests/data/test_preprocessing.py",
+    ("contributing/data", "decode"): "decodes; seeds of rows: tests/data/test_preprocessing.py",
     ("checkpoints", "build"): "resumed runs are held in tests/promises/test_resume.py",
     ("checkpoints", "read"): "as above",
     ("checkpoints", "train"): "as above",
@@ -742,9 +742,7 @@ def mlp_of_blocks() -> Any:
 # What changes a program of Keras ------------------------------------------------------------------
 
 
-@recipe(
-    "README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40"
-)
+@recipe("README", "replica", "my_step", to="a tape: 15 batches of 64 rows and one of 40")
 def readme() -> None:
     page = Page("README")
     scope = page.until("def my_step")
