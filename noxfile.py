@@ -99,7 +99,7 @@ def other_versions(session: nox.Session, which: str) -> None:
 
 @nox.session
 def mutations(session: nox.Session) -> None:
-    """Break each clause of the law on purpose; a promise that docs/mutations.md names must fail."""
+    """Break each clause of the law on purpose; a promise that its page names must fail."""
     session.install("-e", ".", *groups("test"))
     session.run("python", "tests/mutations/run.py", *session.posargs)
 

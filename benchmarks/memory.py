@@ -1,4 +1,4 @@
-"""Peak memory of training on two replicas, for each way to save some; the table of docs/memory.md.
+"""Peak memory of training on two replicas, for each way to save some; see contributing/measured.md.
 
 ``python benchmarks/memory.py`` takes about six minutes on two idle cores. Each case runs in a
 process of its own: what a process has taken once is never given back.

@@ -33,7 +33,7 @@ __all__ = ["CASES", "GROUPS", "ORDER", "main", "missing", "run_part", "seen_gpus
 
 _FIRST = ("two_parts", "growth", "peak", "transformer-bfloat16-32", "resnet-bfloat16-256", "limit")
 ORDER = tuple(dict.fromkeys((*_FIRST, "memory-transformer-bfloat16-32", *GROUPS, *CASES)))
-# What one command runs in ten minutes, in this order; (f) is pytest, see docs/speed.md.
+# What one command runs in ten minutes, in this order; (f) is pytest, see contributing/speed.md.
 SETS = {
     "a": (
         "peak",
@@ -117,7 +117,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on virtual CPUs")
     parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
     parser.add_argument("--only", nargs="+", choices=ORDER, help="some of it", metavar="NAME")
-    parser.add_argument("--set", choices=SETS, help="what belongs together: see docs/speed.md")
+    parser.add_argument("--set", choices=SETS, help="what belongs together: contributing/speed.md")
     parser.add_argument(
         "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
     )

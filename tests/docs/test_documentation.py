@@ -2,7 +2,8 @@
 
 A ``python`` block that imports tfmultigpu starts a program, the blocks after it continue that
 program. A ``diff`` block is two programs: what it was, and what it becomes. Each program runs in a
-process of its own, with one CPU and nothing before it.
+process of its own, with one CPU and nothing before it. A ``text`` block directly below a ``python``
+block is what it prints.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 import shlex
@@ -135,8 +137,43 @@ def examples() -> dict[str, str]:
     return programs
 
 
+def outputs_of(text: str) -> list[tuple[int, str]]:
+    """Returns what a page says that its programs print, each with the number of the program."""
+    lines = text.splitlines(keepends=True)
+    outputs = []
+    for above, block in itertools.pairwise(blocks_of(text)):
+        end = above.line + above.code.count("\n")  # The line that closes the block.
+        between = "".join(lines[end : block.line - 2])
+        if (above.language, block.language) == ("python", "text") and not between.strip():
+            outputs.append((len(programs_of("".join(lines[:end]))), block.code))
+    return outputs
+
+
+def prints(printed: str, shown: str) -> bool:
+    """Whether a program printed this; "..." stands for anything, and lines may break elsewhere."""
+    parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
+    return re.search(".*?".join(parts), " ".join(printed.split())) is not None
+
+
+def test_an_output_belongs_to_the_program_above_it() -> None:
+    page = "```python\nimport tfmultigpu\n```\n\n```text\n1\n```\n"
+    assert outputs_of(page + "words\n" + page.replace("1", "2")) == [(1, "1\n"), (2, "2\n")]
+    assert outputs_of(page.replace("\n\n", "\n\nwords\n\n")) == []
+
+
+def test_an_output_may_leave_out_digits_and_break_lines() -> None:
+    assert prints("loss:\n 0.25431 same\n", "loss: 0.25... same")
+    assert not prints("loss: 0.35431 same\n", "loss: 0.25... same")
+
+
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def printed() -> dict[str, str]:
+    """What each program and example has printed, once the fixture ``failures`` is there."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory, printed: dict[str, str]) -> dict[str, str]:
     """What the programs and examples that failed have printed, all of them run once."""
     # With one CPU, as on a machine without GPUs: what needs more devices makes them.
     programs: list[tuple[str, str]] = []
@@ -151,7 +188,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         file = tmp_path_factory.mktemp(f"program{number}") / "program.py"
         file.write_text(source)
         try:
-            run_program(file)
+            printed[name] = run_program(file)
         except AssertionError as error:
             found[name] = str(error)
     assert "AssertionError" in found.pop("wrong")
@@ -166,6 +203,24 @@ def listed(failed: dict[str, str]) -> str:
 def test_the_programs_of_every_page_run(failures: dict[str, str]) -> None:
     failed = {name: text for name, text in failures.items() if name.split()[0] in PAGES}
     assert not failed, listed(failed)
+
+
+@pytest.mark.slow
+def test_the_programs_of_every_page_print_what_it_says(
+    failures: dict[str, str], printed: dict[str, str]
+) -> None:
+    shown = {
+        (f"{page} {number}", output)
+        for page, path in PAGES.items()
+        for number, output in outputs_of(path.read_text())
+    }
+    assert len(shown) > 10
+    others = {
+        name: f"{output}\nbut it printed\n{printed[name]}"
+        for name, output in shown
+        if name not in failures and not prints(printed[name], output)
+    }
+    assert not others, listed(others)
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ BUDGETS = {
     "src/addons/workers": 1_570,
     "src/data": 2_340,
     "src/devices": 700,
-    "src/steps": 7_890,
+    "src/steps": 7_930,
     "src/strategies": 2_260,
-    "tests together": 41_900,
+    "tests together": 42_050,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

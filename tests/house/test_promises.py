@@ -15,6 +15,7 @@ FILES = {
     "`clip_norm`, or clipping set": "test_clipping.py",
     "`micro_batches=k`": "test_batches.py",
     "dropout, noise": "test_draws.py",
+    "[`logical_replicas=V`]": "test_same_bits.py",
     "`shares=(3, 1)`": "test_batches.py",
     "`shard_update`": "test_shard_update.py",
     "`fit`": "test_fit.py",

@@ -16,7 +16,7 @@ from lines.messages import VALUE, messages
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tfmultigpu"
 # Pages that are made by a program, from texts that are held elsewhere.
-MADE = {"docs/mutations.md", "docs/guarantees.md"}
+MADE = {"docs/contributing/mutations.md", "docs/guarantees.md"}
 
 TICS = {
     r"\b(?<!you )(?<!You )(?<!users )(?:is|are|was|were|be) told\b": "reported, warned about; who?",

@@ -123,7 +123,7 @@ class Worker:
         return self.code
 
     def printed(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
+        return self.log.read_text(errors="replace")[-20_000:]
 
 
 class Pool:

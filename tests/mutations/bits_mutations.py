@@ -45,7 +45,7 @@ BITS = (
     ),
     broken(
         "what metrics add is assigned on each device",
-        "            elif local_replicas(step.strategy)[number]:\n",
+        "            elif is_on_read(state) and local_replicas(step.strategy)[number]:\n",
         "            elif False:\n",
         f"{SAME}[plain]",
     ),

@@ -16,7 +16,7 @@ import forking
 from law.processes import WorkerRaised, pool
 from mutations import MUTATIONS, ROOT, Mutation
 
-PAGE = ROOT / "docs" / "mutations.md"
+PAGE = ROOT / "docs" / "contributing" / "mutations.md"
 UNCHANGED = "nothing"
 LIMIT = 400.0  # Seconds for the tests of one mutation.
 # By what a test must fail: an assertion, a warning or error with which the library itself says that
@@ -29,8 +29,8 @@ HEAD = """# What the tests catch
 
 <!-- Written by `python tests/mutations/run.py --write`; a test holds it to the code. -->
 
-A test that cannot fail proves nothing. So each clause of [the law](law.md), and each promise of the
-README, is broken on purpose in a copy of the source, one at a time. The promises in the second
+A test that cannot fail proves nothing. So each clause of [the law](../law.md), and each promise of
+the README, is broken on purpose in a copy of the source, one at a time. The promises in the second
 column must then fail, all of them, by an assertion about what came out. Without the change they
 pass. `nox -s mutations` does it. All of them are in `tests/promises/`. The README's command runs
 them, and `nox -s full` runs them at further sizes.

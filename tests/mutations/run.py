@@ -1,7 +1,7 @@
 """Breaks each clause of the law in turn and shows which tests catch it.
 
 ``python tests/mutations/run.py [WORDS]`` tries the mutations whose names contain the words, all of
-them without; ``--write`` also writes docs/mutations.md if all are caught.
+them without; ``--write`` also writes docs/contributing/mutations.md if all are caught.
 """
 
 from __future__ import annotations

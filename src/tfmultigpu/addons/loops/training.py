@@ -115,8 +115,8 @@ def fit(
         verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
             chief prints.
         x: Another name for ``data``, as in Keras.
-        forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
-            the logs are shown like metrics, over the whole epoch. Compile the model with an
+        forward: See ``make_train_step``; replaces compiled losses. Metrics that are attributes of
+            the model, and that it updates, are shown in the logs. Compile the model with an
             optimizer only. Each call of ``fit`` traces it anew; a ``step`` is traced once.
         step: A step of ``make_train_step`` or ``chain_steps``. ``fit`` shows its logs: ``"loss"``,
             or ``"NAME_loss"`` for each step of a chain, and its metrics.
