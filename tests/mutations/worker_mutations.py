@@ -46,8 +46,8 @@ PROCESSES = (
     ),
     broken(
         "what metrics add is counted by the first replica of each worker",
-        "elif local_replicas(step.strategy)[number]:",
-        "elif number:",
+        "and local_replicas(step.strategy)[number]:",
+        "and number:",
         f"{BITS}[2 workers]",
     ),
     broken(
