@@ -29,7 +29,7 @@ BITS = (
         "    half = 1 << (len(addends) - 1).bit_length() - 1  #",
         "    half = len(addends) - 1  #",
         f"{SAME}[plain]",
-        f"{SAME}[attention]",
+        f"{SAME}[rows known]",
     ),
     broken(
         "lists of rows are added one after the other",
