@@ -63,7 +63,6 @@ def _run_doctor(options: argparse.Namespace) -> int:
     try:
         # The help does not need TensorFlow.
         from tfmultigpu.addons.diagnostics import check_links, doctor
-        from tfmultigpu.addons.watching.causes import in_words_of, read_reports
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         sys.exit(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "
@@ -71,6 +70,8 @@ def _run_doctor(options: argparse.Namespace) -> int:
             "~/.keras/keras.json. Otherwise: pip install --force-reinstall tensorflow."
         )
     if options.watch:
+        from tfmultigpu.addons.watching.causes import in_words_of, read_reports
+
         print(in_words_of(read_reports(options.watch)))
         return 0
     reports = [doctor(), *([check_links()] if options.links else [])]

@@ -22,7 +22,7 @@ from tfmultigpu.steps.step import Looped, ModelStep
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, logs_of_step
 from tfmultigpu.steps.values import Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
-from tfmultigpu.types import KerasVariable, Scalar, Shard, Tensor
+from tfmultigpu.types import KerasVariable, Shard, Tensor
 
 
 class EvalStep(ModelStep, Looped):
@@ -87,10 +87,11 @@ class EvalStep(ModelStep, Looped):
         sums, passes = phases.settle_states(self, passes, sums, shards, trace)
         (stats,) = sums[0]
         sums_of_losses, weights = layout.unstack(stats)
-        penalty: Scalar = tf.zeros([])
+        penalties: list[Tensor] = []
         for variable in self.model.trainable_variables:
             if not layout.is_whole and (found := penalty_of(variable)) is not None:
-                penalty += found[0]
+                penalties.append(found[0])
+        penalty = phases.sum_in_order(penalties)
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 
     def _replica(self, shard: Shard, rows: Rows, *_: object, trace: Trace) -> Pass:

@@ -330,10 +330,10 @@ def _regularize(step: Training, trained: Sequence[Target], layout: Layout) -> An
                 penalty, gradient = found
                 each.penalize(gradient)
                 penalties.append(penalty)
-    return _sum_of(penalties)
+    return sum_in_order(penalties)
 
 
-def _sum_of(scalars: Sequence[Tensor]) -> Tensor:
+def sum_in_order(scalars: Sequence[Tensor]) -> Tensor:
     """Returns the sum of float32 scalars in their order, which TensorFlow may change in a chain."""
     return tf.reduce_sum(tf.stack(scalars)) if scalars else tf.zeros([])
 

@@ -139,6 +139,8 @@ class TracedOnce:
         # Replicas that call one function would draw the same numbers.
         if any(state.kind == "draws" for state in touched.states):
             self._refuse("it draws random numbers by tf.random, not by keras.random")
+        if self._logical is not None and touched.tables:
+            self._refuse("it writes to a table, and the next one would find what it wrote")
         if self._logical is not None and touched.assigns:
             self._refuse("it assigns a variable at once, and the next one would find another value")
         return concrete
