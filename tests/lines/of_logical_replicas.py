@@ -109,3 +109,23 @@ def rows_counted_in_a_weight(told: Told) -> None:
     model = with_layer(Counts)
     step(model, logical_replicas=2)((X, Y))
     assert np.asarray(model.layers[0].rows.numpy()) == len(X) / 2
+
+
+class Sign(keras.layers.Layer):
+    """Keeps whether the sum of its rows is positive."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.sign = self.add_weight(shape=(), dtype=dtype, initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.sign.assign(tf.cast(tf.reduce_sum(x) > 0.0, self.sign.dtype))
+        return x * 1.0
+
+
+@example("A state of whole numbers or truth values is another one on each logical replica")
+def a_sign_of_rows(told: Told) -> None:
+    x = np.concatenate([X[:4], -X[:4]])
+    with told(tmg.TfMultiGpuError, "the dtype float32"):
+        step(with_layer(lambda: Sign("bool")), logical_replicas=4)((x, Y))
+    step(with_layer(lambda: Sign("float32")), logical_replicas=4)((x, Y))

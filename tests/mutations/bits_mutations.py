@@ -45,8 +45,8 @@ BITS = (
     ),
     broken(
         "what metrics add is assigned on each device",
-        "            elif is_on_read(state) and local_replicas(step.strategy)[number]:\n",
-        "            elif False:\n",
+        "                if local_replicas(step.strategy)[number]:\n",
+        "                if False:\n",
         f"{SAME}[plain]",
     ),
     broken(

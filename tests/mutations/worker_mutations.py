@@ -46,8 +46,8 @@ PROCESSES = (
     ),
     broken(
         "what metrics add is counted by the first replica of each worker",
-        "and local_replicas(step.strategy)[number]:",
-        "and number:",
+        "if local_replicas(step.strategy)[number]:",
+        "if number:",
         f"{BITS}[2 workers]",
     ),
     broken(

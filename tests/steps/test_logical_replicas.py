@@ -128,7 +128,7 @@ class Counts(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         if self.counted.dtype == "bool":
-            self.counted.assign(tf.reduce_sum(x) > 0.0)
+            self.counted.assign(tf.reduce_sum(x) > -1e9)
         else:
             self.counted.assign(self.counted + 1)
         return x * 1.0

@@ -42,6 +42,13 @@ NOT_EVEN = GraphMessage(
     "shards that begin at rows {}",
     "Give the step the batches of tmg.distribute_dataset(dataset, strategy), without shares.",
 )
+NOT_ALIKE = GraphMessage(
+    "A state of whole numbers or truth values is another one on each logical replica, and it has "
+    "no mean.",
+    "",
+    "Compute it from no rows, as a count of calls; or give it the dtype float32: it then becomes "
+    "the mean over the logical replicas; or count rows in a metric.",
+)
 OTHER_ROWS = GraphMessage(
     "rows and gather_rows are asked in a strategy.run that is called with batches of different "
     "rows: they speak of one batch.",

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.losses import as_rows_error
-from tfmultigpu.data.batch_format import GATHERED, NOT_EVEN, NOT_ROWS, as_data_error
+from tfmultigpu.data.batch_format import GATHERED, NOT_ALIKE, NOT_EVEN, NOT_ROWS, as_data_error
 from tfmultigpu.errors import (
     DataError,
     LossError,
@@ -91,6 +91,8 @@ def _explain(
         )
     if (of_loss := as_rows_error(error.message)) is not None:
         return of_loss
+    if NOT_ALIKE.failed_in(error.message):
+        return NOT_ALIKE.as_error(TfMultiGpuError)
     if NOT_EVEN.failed_in(error.message):
         return NOT_EVEN.as_error(DataError, error.message)
     if NOT_ROWS.failed_in(error.message):

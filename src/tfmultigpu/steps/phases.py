@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import check_gradients, global_norm, warn_of_variables
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.targets import Target
+from tfmultigpu.data.batch_format import NOT_ALIKE
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, map_present
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
@@ -208,10 +209,17 @@ def settle_states(
     for number, result in enumerate(passes):
         values, totals = list(result.state), sums[number % len(sums)][-1 - count : -1]
         for state, total in zip(trace.shared, totals, strict=True):
-            if total.dtype.is_floating and not is_on_read(state):
+            if is_on_read(state):
+                if local_replicas(step.strategy)[number]:
+                    total = tf.zeros_like(total)
+            elif total.dtype.is_floating:
                 total /= tf.cast(with_rows, total.dtype)
-            elif is_on_read(state) and local_replicas(step.strategy)[number]:
-                total = tf.zeros_like(total)
+            else:
+                first, of_all = tf.unstack(total)
+                same = tf.reduce_all(of_all == first * step.logical_replicas)
+                check = tf.raw_ops.Assert(condition=same, data=[NOT_ALIKE.text])
+                with tf.control_dependencies([check]):
+                    total = tf.identity(first)
             values[places[id(state)]] = tf.cast(total, state.dtype)
         settled.append(result._replace(state=tuple(values)))
     return [[*of_replica[: -1 - count], of_replica[-1]] for of_replica in sums], settled

@@ -175,7 +175,8 @@ def _addend(state: KerasVariable, value: Tensor, rows: Rows, is_first: bool) -> 
     value = tf.cast(value, tf.int64)
     if is_on_read(state):
         return value * tf.cast(rows.counts(), tf.int64)
-    return value if is_first else tf.zeros_like(value)  # A count is alike on all.
+    # Of the first one, and of all, to see that they are alike.
+    return tf.stack([value if is_first else tf.zeros_like(value), value])
 
 
 def check_fits(count: int, replicas: int) -> None:
