@@ -18,7 +18,7 @@ folder, *deaths = sys.argv[1:]
 # Which worker gets which signal after which step, for each attempt.
 attempt = int(os.environ["TFMULTIGPU_ATTEMPT"])
 victim, last, number = map(int, [*deaths, "-1@0@0", "-1@0@0", "-1@0@0"][attempt].split("@"))
-strategy = tmg.create_strategy()
+strategy = tmg.create_strategy(startup_timeout=300.0)
 cluster = tmg.workers.cluster_from_environment()
 worker = 0 if cluster is None else cluster.index
 
