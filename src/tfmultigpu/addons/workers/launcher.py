@@ -217,7 +217,7 @@ def _numbers_that_fit(workers: int | str) -> list[int]:
             f"--workers {workers}",
             "Write --workers 4, --workers 1:4, or --workers 1,2,4.",
         )
-    check_count("workers", numbers[0], error=ClusterError)
+    numbers[0] = check_count("workers", numbers[0], error=ClusterError)
     return numbers
 
 
