@@ -42,7 +42,7 @@ class Death(keras.callbacks.Callback):
     """Sends the signal to this process."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if worker == victim and int(self.model.optimizer.iterations) == last:
+        if worker == victim and int(np.asarray(self.model.optimizer.iterations)) == last:
             os.kill(os.getpid(), number)
 
 
