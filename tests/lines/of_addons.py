@@ -679,6 +679,15 @@ def a_script_that_is_missing(told: Told) -> None:
     assert subprocess.run([*command, "-m", "this"], check=False).returncode == 0
 
 
+@example("Workers are a number, the smallest and the largest number, or all that fit")
+def numbers_of_workers_that_make_no_sense(told: Told) -> None:
+    Path("train.py").write_text("import os; open(os.environ['TFMULTIGPU_JOINED'], 'w').close()")
+    with told(tmg.errors.ClusterError, "Received: --workers 4:1"):
+        launch("train.py", workers="4:1")
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "-1"}):
+        assert [launch("train.py", workers=text) for text in ("4", "1:4", "1,2,4")] == [0] * 3
+
+
 @example("{} workers need a GPU each, and there are {}")
 def more_workers_than_gpus(told: Told) -> None:
     Path("train.py").write_text("print('trained')")

@@ -41,7 +41,7 @@ def launch(
     script: str,
     arguments: Sequence[str] = (),
     *,
-    workers: int = 2,
+    workers: int | str = 2,
     restarts: int = 0,
     module: bool = False,
     grace: float = 30.0,
@@ -50,11 +50,16 @@ def launch(
 ) -> int:
     """Runs a program as several workers on this machine.
 
+    ``workers`` is a number, or ``"1:4"`` or ``"1,2,4"``: the numbers that fit, of which the largest
+    starts. The start after a failure, and only this one, leaves out the workers that were lost,
+    with their GPUs: it takes the largest number that fits of the others.
+
     After the first failure the others have ``grace`` seconds: one may still write the checkpoint
     with which another one has ended. After a signal all have ``signal_grace`` seconds. Each is
     watched, see ``tmg.watch``, which reports what takes ``watch`` seconds; 0: none is.
     """
-    workers = check_count("workers", workers, error=ClusterError)
+    numbers = _numbers_that_fit(workers)
+    most = numbers[-1]
     restarts = check_count("restarts", restarts, 0, error=ClusterError)
     if not module and not Path(script).is_file():
         raise ClusterError(
@@ -62,22 +67,25 @@ def launch(
             f"{script!r}, in {Path.cwd()}",
             "Write the path of a Python script, or -m and the name of a module.",
         )
-    environ, gpus = dict(os.environ), _gpus_of_workers(workers)
+    environ, gpus = dict(os.environ), _gpus_of_workers(most)
     if watch:  # ``create_strategy`` begins it.
         seconds = check_positive("watch", watch, "Write --watch 300, or --watch 0 for none.")
         environ["TFMULTIGPU_WATCH"] = f"{seconds:g}"
     command = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
-    code = 0
+    code, slots = 0, list(range(most))  # A worker has the GPUs of its slot.
     with _signals_in_a_queue() as signals, tempfile.TemporaryDirectory() as folder:
         for attempt in range(restarts + 1):
             joined = Path(folder, f"{attempt}")  # ``create_strategy`` makes the file.
             environ["TFMULTIGPU_JOB_ID"] = environ[JOINED] = str(joined)
             environ["TFMULTIGPU_ATTEMPT"] = f"{attempt}"
-            addresses = free_addresses(workers)
+            addresses = free_addresses(len(slots))
             run = _Run(addresses, signals)
             outcome = run_together(
-                [command] * workers,
-                [{**worker_environment(addresses, i, environ), **gpus[i]} for i in range(workers)],
+                [command] * len(slots),
+                [
+                    {**worker_environment(addresses, worker, environ), **gpus[slot]}
+                    for worker, slot in enumerate(slots)
+                ],
                 run.pass_on,
                 grace=grace,
                 signal_grace=signal_grace,
@@ -88,14 +96,22 @@ def launch(
             if not outcome.failed or outcome.signal is not None:
                 break
             if attempt < restarts:
-                _say(f"Starting all workers again: restart {attempt + 1} of {restarts}.")
+                again = "Starting all workers again"
+                if len(numbers) > 1:
+                    lost = _lost_workers(outcome, joined)
+                    slots = _slots_without({slots[worker] for worker in lost}, numbers)
+                    again = f"Starting again with {len(slots)} of {most} workers"
+                    if lost:
+                        again = f"Lost: worker {', '.join(map(str, lost))}. {again}"
+                _say(f"{again}: restart {attempt + 1} of {restarts}.")
     return code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command line of ``python -m tfmultigpu launch``."""
     add = parser.add_argument
-    add("--workers", type=int, default=2, metavar="N", help="how many; default: 2")
+    text = "how many; MIN:MAX or 1,2,4: after a loss the largest number that fits; default: 2"
+    add("--workers", default="2", metavar="N", help=text)
     text = "how often all start again after a failure; default: 0"
     add("--restarts", type=int, default=0, metavar="R", help=text)
     text = "say what workers wait for, if nothing ends for so long; 0: never; default: 300"
@@ -184,6 +200,43 @@ class _Run:
 def _workers_with(code: int | None, outcome: Outcome) -> list[str]:
     """Returns the workers that ended with an exit code; with None those that were stopped."""
     return [str(worker) for worker, other in enumerate(outcome.codes) if other == code]
+
+
+def _numbers_that_fit(workers: int | str) -> list[int]:
+    """Returns the numbers of workers that may start, the largest last."""
+    if not isinstance(workers, str):
+        return [check_count("workers", workers, error=ClusterError)]
+    numbers: list[int] = []
+    if bounds := re.fullmatch(r"(\d+):(\d+)", workers):
+        numbers += range(int(bounds[1]), int(bounds[2]) + 1)
+    elif re.fullmatch(r"-?\d+(,\d+)*", workers):
+        numbers += sorted(map(int, workers.split(",")))
+    if not numbers:
+        raise ClusterError(
+            "Workers are a number, the smallest and the largest number, or all that fit.",
+            f"--workers {workers}",
+            "Write --workers 4, --workers 1:4, or --workers 1,2,4.",
+        )
+    numbers[0] = check_count("workers", numbers[0], error=ClusterError)
+    return numbers
+
+
+def _lost_workers(outcome: Outcome, joined: Path) -> list[int]:
+    """Returns the workers that a signal ended, or if all that failed lost another, who stayed."""
+    first = [worker for worker in outcome.failed if not has_lost_another(joined, worker)]
+    if first:
+        return sorted(worker for worker in first if (outcome.codes[worker] or 0) < 0)
+    return [worker for worker, code in enumerate(outcome.codes) if code is None]
+
+
+def _slots_without(lost: set[int], numbers: Sequence[int]) -> list[int]:
+    """Returns the slots of the next start; fewer than the smallest number are filled up."""
+    others = sorted(set(range(numbers[-1])) - lost)
+    count = numbers[0]
+    for number in numbers:
+        if number <= len(others):
+            count = number
+    return sorted([*others, *sorted(lost)][:count])
 
 
 def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
