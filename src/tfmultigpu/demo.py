@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.arguments import check_count
 from tfmultigpu.steps.compare import furthest
+from tfmultigpu.steps.features.logical_replicas import numbers_that_fit
 from tfmultigpu.types import Array, Batches
 
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
@@ -73,21 +74,15 @@ def run_demo(replicas: int | None = None, epochs: int = 10) -> bool:
     agree = apart(one, many) <= tolerance
     print(f"\ntmg.fit {'agrees with' if agree else 'DIFFERS from'} one device to {tolerance:.0e}.")
     logical = len(devices)
-    hashes = {count: hash_of_training(devices[:count], data, logical) for count in fitting(logical)}
+    hashes: dict[int, str] = {}
+    for count in numbers_that_fit(logical):
+        hashes[count] = hash_of_training(devices[:count], data, logical)
     same = len(set(hashes.values())) == 1
     print(
         f"With logical_replicas={logical} {'the same' if same else 'OTHER'} bits on "
         f"{', '.join(map(str, hashes))} devices: {', '.join(dict.fromkeys(hashes.values()))}."
     )
     return agree and same
-
-
-def fitting(logical: int) -> list[int]:
-    """Returns the numbers of devices that can compute so many logical replicas."""
-    halves = [logical]
-    while not halves[0] % 2:
-        halves.insert(0, halves[0] // 2)
-    return halves if halves[0] == 1 else [1, *halves]
 
 
 def hash_of_training(devices: tuple[str, ...], data: Data, logical: int) -> str:

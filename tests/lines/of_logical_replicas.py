@@ -85,7 +85,8 @@ def gathered_on_one_device(told: Told) -> None:
     model, optimizer = made(replicas=1), optimizer_of(1)
     with told(tmg.errors.LossError, "as many replicas as logical replicas"):
         tmg.make_train_step(model, optimizer, logical_replicas=2, **options)((X, Y))
-    tmg.make_train_step(model, optimizer, **options)((X, Y))
+    for logical in (None, 1):  # Of one logical replica all rows are there.
+        tmg.make_train_step(model, optimizer, logical_replicas=logical, **options)((X, Y))
     step(loss=None, forward=centered, logical_replicas=2)((X, Y))
 
 

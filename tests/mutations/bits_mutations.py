@@ -38,7 +38,7 @@ BITS = (
         f"{SAME}[tables]",
     ),
     broken(
-        "the state of a layer is that of the last logical replica",
+        "a layer keeps the state of the last logical replica of each device",
         '        elif id(state) not in seeds and state.dtype != "string":\n',
         "        elif False:\n",
         f"{SAME}[plain]",

@@ -1,4 +1,4 @@
-"""What the threads of this process run."""
+"""The code that the threads of this process run."""
 
 from __future__ import annotations
 

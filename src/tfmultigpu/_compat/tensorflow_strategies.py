@@ -51,7 +51,7 @@ def additions_over_workers(
     found: list[Function] = []
     for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
         for group in groups:
-            # The number of a key is that of the question, so all workers ask for all groups.
+            # Keys are numbered as they are asked for, so all workers ask for all groups.
             key = one._collective_keys.get_group_key([device, f"workers {group}"])
             if worker in group:
                 launcher = copy.copy(one)

@@ -1,4 +1,4 @@
-"""Which optimizers may update some rows of a table alone, or a table in parts.
+"""The optimizers that may update some rows of a table alone, or a table in parts.
 
 An update of the listed rows is that from a dense gradient if a row whose gradient is zero stays as
 it is, and so does its part of each slot, and if a row depends on no other. Of which optimizers that

@@ -97,7 +97,7 @@ def gather_rows(tensor: Tensor) -> Nested:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only.", "", "Write micro_batches=1."
         )
-    if alone and here is not None and here.dealt is not None and not here.is_all():
+    if alone and here is not None and here.dealt is not None:
         raise LossError(
             "gather_rows would see the rows of one logical replica only: one device computes them "
             "one after the other.",

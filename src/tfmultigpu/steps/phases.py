@@ -31,7 +31,7 @@ from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.data.batch_format import NOT_ALIKE
 from tfmultigpu.errors import LossError
-from tfmultigpu.lists import by_id, map_present
+from tfmultigpu.lists import by_id, map_present, present
 from tfmultigpu.steps.assignments import DeferredAssignments, assign
 from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
@@ -158,7 +158,7 @@ def _backward(
 
 def _zeros_unless(counts: Scalar, gradients: Any) -> Any:
     """Returns gradients; zeros, whatever they are, for rows that do not count."""
-    flat: list[Tensor] = [one for one in tf.nest.flatten(gradients) if one is not None]
+    flat: list[Tensor] = present(tf.nest.flatten(gradients))
 
     def zeros() -> list[Tensor]:
         return [with_values(one, tf.zeros_like(values_of(one))) for one in flat]

@@ -72,15 +72,13 @@ def traced_once(
         first replica: function = trace of replica
         each replica:  function(own shard, own rows, ...), with its own copies of the variables
     """
-    if (
-        trace.known is not None and step.logical_replicas is None
-    ):  # One device, of which the replicas have a trace already.
+    if step.logical_replicas is not None:
+        return _each_logical(step, step.logical_replicas, replica, shards, trace)
+    if trace.known is not None:  # One device, of which the replicas have a trace already.
         result = call_on_one_device(trace.known, shards)
         if result is not None:
             trace.note_known()
             return [result]
-    if step.logical_replicas is not None:
-        return _each_logical(step, step.logical_replicas, replica, shards, trace)
     trace.note_why_each(why_each(step.strategy, step.features, step.model))
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)

@@ -39,8 +39,8 @@ class Rows(NamedTuple):
             counts the same rows. None for 1.
         parts: The micro-batches that have rows of their own, int64; None if the shard is computed
             in one piece.
-        dealt: How many logical replicas have rows of their own, int64; None if each replica
-            computes its rows at one time.
+        dealt: How many logical replicas have rows of their own, int64; None if there is one, or
+            each replica computes its rows at one time.
     """
 
     first: Scalar
@@ -76,13 +76,9 @@ class Rows(NamedTuple):
         start = tf.minimum(begin, self.first + self.count - 1) - self.first
         size = tf.where(has_rows, end - begin, tf.ones_like(end))
         weight = tf.cast(has_rows, tf.float64)
-        dealt = tf.minimum(self.total, count) if count > 1 else tf.ones([], tf.int64)
+        dealt = None if count == 1 else tf.minimum(self.total, count)
         rows = Rows(self.first + start, size, self.total, weight, None, dealt)
         return rows, (start, start + size)
-
-    def is_all(self) -> bool:
-        """Returns whether it is known that the batch is one logical replica."""
-        return bool(tf.get_static_value(self.dealt) == 1)
 
     def share(self, replicas: int) -> Scalar:
         """Returns the part of each replica and micro-batch that counts, together 1."""
@@ -327,7 +323,7 @@ class Trace:
         assert known is not None
         self.layout, self.places, self.targets = known.layout, known.places, known.targets
         self.state, self.seeds, self.once = known.state, known.seeds, dict(known.once)
-        self.replaced = known.replaced
+        self.replaced = set(known.replaced)
 
     def note(
         self, layout: Layout, gradients: Sequence[Sequence[Tensor]], deferred: DeferredAssignments

@@ -13,7 +13,7 @@ from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.training import fit
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import KerasModel, Options
 
 
 def prepare(model: KerasModel, **options: object) -> ExitStack:
@@ -56,12 +56,14 @@ def prepare(model: KerasModel, **options: object) -> ExitStack:
     known = {*inspect.signature(fit).parameters, *StepOptions.__annotations__}
     check_names("prepare", options, known, " Arguments of Keras are for model.fit(...).")
     refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
-    verify = {name: options[name] for name in ("verify",) if name in options}
-    dealt = {name: options[name] for name in ("logical_replicas",) if name in options}
+
+    def given(*names: str) -> Options:
+        return {name: options[name] for name in names if name in options}
+
     methods = {
         "fit": as_method(model, "fit", fit, **options),
-        "evaluate": as_method(model, "evaluate", evaluate, **verify, **dealt),
-        "predict": as_method(model, "predict", predict, **verify),
+        "evaluate": as_method(model, "evaluate", evaluate, **given("verify", "logical_replicas")),
+        "predict": as_method(model, "predict", predict, **given("verify")),
     }
     attributes = model.__dict__  # Not by setattr, with which Keras would track them.
     before = {name: attributes[name] for name in methods if name in attributes}

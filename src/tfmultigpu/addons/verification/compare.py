@@ -122,7 +122,7 @@ class Rounding:
     """
 
     def __init__(self, layers: Sequence[KerasLayer], *, exact: bool = False) -> None:
-        self.exact, self.slack = exact, 0.0 if exact else _EPSILON
+        self.slack = 0.0 if exact else _EPSILON
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()

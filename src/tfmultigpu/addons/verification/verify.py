@@ -48,7 +48,7 @@ _SMALL = (
     "rows]). Or leave such batches out: dataset.batch(size, drop_remainder=True)."
 )
 _BITS = (
-    "With logical replicas each bit is to be that of one device. Known to change bits are code "
+    "With logical replicas each bit is to be as on one device. Known to change bits are code "
     "that draws or counts outside of Keras' variables (tf.random, numpy in tf.py_function), "
     "kernels of a GPU that add in any order (tf.config.experimental.enable_op_determinism() at the "
     "start of the program), GPUs of several types, and a library that picks a kernel by its time."

@@ -1,4 +1,4 @@
-"""What each GPU does, by the driver's library: busy or idle, with or without memory traffic."""
+"""GPUs that are busy or idle, with or without memory traffic, by the library of the driver."""
 
 from __future__ import annotations
 

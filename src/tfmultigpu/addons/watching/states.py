@@ -1,4 +1,4 @@
-"""What this process is in, in JSON types: for other workers in short, for a report in full."""
+"""The state of this process, in JSON types: for other workers in short, for a report in full."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import NOT_EVEN, with_dependencies
 from tfmultigpu.errors import ReplicaDependenceWarning, TfMultiGpuError
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
@@ -93,6 +94,7 @@ class LogicalReplicas(Feature):
                 part = self._part(shards, number, groups)
                 passes = phase(part, trace)
                 self.meets |= trace.meets
+                trace.note_shared(trace.shared or _shared_states(trace))
                 group = _Group(1, self._given(number, passes, part.rows, trace))
                 while groups and groups[-1].size == group.size:
                     group = add(groups.pop(), group)
@@ -146,15 +148,14 @@ class LogicalReplicas(Feature):
         states: list[KerasVariable] = []
         for metric in (*self._step.metrics, *getattr(model, "metrics", ())):
             states += filter(is_on_read, metric.variables)
-        return list({id(state): state for state in states}.values())
+        return list(by_id(states).values())
 
     def _given(
         self, number: int, passes: list[Pass], rows: Sequence[Rows], trace: Trace
     ) -> list[Pass]:
         """Returns passes with what they give to the states that all logical replicas share."""
-        shared = _shared_states(trace)
-        trace.note_shared(shared)
-        numbers = [i for i, state in enumerate(trace.state) if id(state) in set(map(id, shared))]
+        shared = by_id(trace.shared)
+        numbers = [i for i, state in enumerate(trace.state) if id(state) in shared]
         given: list[Pass] = []
         replicas = local_replicas(self._strategy)
         for replica, result, place in zip(replicas, passes, rows, strict=True):
@@ -179,13 +180,19 @@ def _addend(state: KerasVariable, value: Tensor, rows: Rows, is_first: bool) -> 
     return tf.stack([value if is_first else tf.zeros_like(value), value])
 
 
-def check_fits(count: int, replicas: int) -> None:
-    """Checks that so many replicas can compute ``count`` logical replicas."""
+def numbers_that_fit(count: int) -> list[int]:
+    """Returns how many replicas can compute ``count`` logical replicas, the smallest first."""
     fits = [1]
     for number in range(2, count + 1):
         share, rest = divmod(count, number)
         if not rest and not share & (share - 1):
             fits.append(number)
+    return fits
+
+
+def check_fits(count: int, replicas: int) -> None:
+    """Checks that so many replicas can compute ``count`` logical replicas."""
+    fits = numbers_that_fit(count)
     if replicas not in fits:
         raise TfMultiGpuError(
             "Logical replicas are added in pairs, so each device computes 1, 2, 4, 8 ... of them, "
