@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,7 +121,6 @@ def kernels_are_deterministic() -> bool:
     only switch it on. Without it True is returned, and no warning says that kernels of a GPU may
     add in any order.
     """
-    from tensorflow.python.framework import config
-
+    config: Any = importlib.import_module("tensorflow.python.framework.config")
     ask: Any = getattr(config, "is_op_determinism_enabled", lambda: True)
     return bool(ask())
