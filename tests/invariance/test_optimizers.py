@@ -135,7 +135,7 @@ def test_the_result_is_that_of_a_matrix_product(name: Any) -> None:
 
 def documented() -> dict[str, tuple[float, float]]:
     """For each optimizer, how far plain Keras is off, and how far training moved anything."""
-    text = (Path(__file__).parents[2] / "docs" / "steps.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "contributing" / "steps.md").read_text()
     table = text.partition("## Gradients of embeddings")[2].partition("\n## ")[0]
     names, _, values = (re.findall(r"[^|]+", line) for line in re.findall(r"^\|.+", table, re.M))
     numbers = [tuple(map(float, re.findall(r"[\d.]+", value))) for value in values]

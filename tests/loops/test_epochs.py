@@ -366,7 +366,7 @@ def test_the_bar_of_keras_shows_the_logs_of_history(warm: Any, capsys: Any, verb
 
 
 def test_the_table_of_the_guide_names_every_callback_of_keras() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "contributing" / "loops.md").read_text()
     names = [
         name
         for name, kind in vars(callbacks).items()
