@@ -2,8 +2,9 @@
 
 ``python benchmarks/same_bits.py`` prints a line for each network and number of replicas N: the time
 of a step with ``logical_replicas=N`` as a share of the step without, with ``logical_replicas=4 N``
-as a share of ``micro_batches=4``, the CPU time of both first steps, and a hash of the weights that
-all numbers of replicas give. All contenders of a line train in one process and take turns.
+as a share of ``micro_batches=4``, the CPU time of first steps without and with the check, and a
+hash of the weights that all numbers of replicas give. All contenders of a line train in one process
+and take turns.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def measure(name: str, replicas: int, rounds: int, steps: int) -> dict[str, Any]
         "parts": {"micro_batches": 4},
         "logical parts": {"logical_replicas": 4 * replicas},
         "bits": {"logical_replicas": LOGICAL},
+        "checked": {"verify": "first"},
+        "logical checked": {"verify": "first", "logical_replicas": replicas},
     }
     trained, first = {}, {}
     for who, given in options.items():
@@ -63,6 +66,7 @@ def measure(name: str, replicas: int, rounds: int, steps: int) -> dict[str, Any]
         trained[who] = new(name, replicas, given)
         trained[who][0](1)
         first[who] = time.process_time() - began
+    del trained["checked"], trained["logical checked"]  # Of which the first step matters.
     train, model = trained.pop("bits")
     train(BITS_AFTER - 1)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())
@@ -77,6 +81,7 @@ def measure(name: str, replicas: int, rounds: int, steps: int) -> dict[str, Any]
         ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=True)]
         shares[f"{ours} / {theirs}"] = [round(q, 2) for q in statistics.quantiles(ratios, n=4)]
         shares[f"first: {ours} / {theirs}"] = round(first[ours] / first[theirs], 2)
+    shares["first: checked"] = round(first["logical checked"] / first["checked"], 2)
     milliseconds = {who: round(1e3 * statistics.median(t), 1) for who, t in times.items()}
     bits = hashlib.sha256(weights).hexdigest()[:12]
     load = round(os.getloadavg()[0], 1)
@@ -103,7 +108,7 @@ def new(name: str, replicas: int, options: dict[str, Any]) -> tuple[Any, Any]:
         optimizer = keras.optimizers.AdamW(1e-3)
     y = np.random.default_rng(1).integers(0, 10, len(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    step = tmg.make_train_step(model, optimizer, loss, strategy, verify=False, **options)
+    step = tmg.make_train_step(model, optimizer, loss, strategy, **{"verify": False, **options})
     batches = tmg.distribute_dataset((x, y), strategy, batch_size=BATCH)
     endless = itertools.chain.from_iterable(itertools.repeat(batches))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
+import time
 import warnings
 from typing import Any
 from unittest import mock
@@ -16,8 +19,9 @@ from law.pair import strategy_of
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu.steps.features import logical_replicas
-from tfmultigpu.steps.values import Rows
+from tfmultigpu.steps.values import Pass, Rows
 
+PARTS = (1e16, 1.0, -1e16, 1.0)  # Each order of addition gives another sum.
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
 
 
@@ -75,6 +79,38 @@ def test_on_gpus_determinism_is_asked_for() -> None:
         tmg.make_train_step(model, optimizer, "mse", strategy_of(2), logical_replicas=2)
 
 
+class Overhears(keras.layers.Layer):
+    """Adds another number to the first rows if others are computed at the same time."""
+
+    def call(self, x: Any) -> Any:
+        def heard(row: Any) -> Any:
+            number = int(row)
+            if number == 2:
+                self.others.set()
+            elif number == 3:
+                time.sleep(0.5)  # The first ones listen meanwhile.
+            if number in (1, 3):
+                self.others.clear()
+            return np.float32(number == 0 and self.others.wait(0.3))
+
+        added = tf.numpy_function(heard, [x[0, 0]], tf.float32, stateful=False)
+        return x + tf.ensure_shape(added, ())
+
+
+# Fails if the check compares to rounding, or another layer is named than the first that differs.
+def test_the_check_names_the_first_layer_of_other_bits() -> None:
+    with strategy_of(2).scope():
+        layer = Overhears(name="overhears")
+        layer.others = threading.Event()
+        inner = [keras.layers.Rescaling(1.0), layer, keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((1,)), *inner])
+        optimizer = keras.optimizers.SGD(1e-3)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), logical_replicas=4)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="each bit is to be as on one device"):
+        step((np.arange(8, dtype="float32")[:, None], Y))
+    assert step.verification.culprit.startswith("Overhears '")
+
+
 # Fails if a step that cannot call one function is taken for one that can.
 def test_replicas_that_meet_are_compared_with_one_device_by_rounding() -> None:
     with strategy_of(2).scope():
@@ -114,6 +150,25 @@ def test_a_batch_that_fails_leaves_one_function() -> None:
         return [value.tobytes() for value in model.get_weights()]
 
     assert weights(1) == weights(2) == weights(4)
+
+
+# Fails if TensorFlow may make one AddN of additions on one device, of an order of its own.
+def test_a_device_adds_in_pairs_whatever_memory_is_free() -> None:
+    found = set()
+    for fresh in itertools.product((False, True), repeat=4):
+
+        @tf.function(autograph=False)
+        def add(*given: tf.Tensor, fresh: tuple[bool, ...] = fresh) -> tf.Tensor:
+            groups: list[Any] = []
+            for part, is_fresh in zip(given, fresh, strict=True):
+                part = part * 2.0 if is_fresh else tf.identity(part)
+                groups.append(logical_replicas._Group(1, [Pass(((),), part, ())]))
+            left, right = (logical_replicas._sum_of(*groups[n : n + 2]) for n in (0, 2))
+            return logical_replicas._sum_of(left, right).passes[0].stats
+
+        given = [p / 2 if is_fresh else p for p, is_fresh in zip(PARTS, fresh, strict=True)]
+        found.add(float(add(*(tf.constant([part], tf.float64) for part in given))[0]))
+    assert found == {(PARTS[0] + PARTS[1]) + (PARTS[2] + PARTS[3])}
 
 
 class Counts(keras.layers.Layer):

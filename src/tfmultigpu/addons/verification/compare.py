@@ -116,24 +116,26 @@ class Quantity:
 
 
 class Rounding:
-    """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin.
+    """The rounding of a forward pass: of its least exact layer, relative bounds, and a margin.
 
-    Exact, there is none: logical replicas give the same bits on any number of devices.
+    Exact, there is none but that of the optimizer, which here runs by itself: TensorFlow rewrites a
+    graph so that some numbers round otherwise.
     """
 
     def __init__(self, layers: Sequence[KerasLayer], *, exact: bool = False) -> None:
-        self.slack = 0.0 if exact else _EPSILON
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
         self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
         if tf32 and tf.config.list_logical_devices("GPU"):
             self.compute = max(self.compute, 2.0**-10)
         # That would bound nothing in half precision, whose rounding is measured where it matters.
-        self.bound, self.margin = self.compute, 4.0
+        bound, self.margin = self.compute, 4.0
+        if self.compute <= 1e-5:
+            bound, self.margin = self.compute * 16.0 * math.sqrt(len(layers)), 16.0
+        self.slack, self.of_update = _EPSILON, 4.0 * (bound + 4.0 * _EPSILON)
         if exact:
-            self.bound = self.margin = 0.0
-        elif self.compute <= 1e-5:
-            self.bound, self.margin = self.compute * 16.0 * math.sqrt(len(layers)), 16.0
+            bound = self.margin = self.slack = 0.0
+        self.bound = bound
 
     def of_sum(self, additions: float = 1.0) -> float:
         """Returns the relative bound for a sum of so many numbers."""
@@ -203,13 +205,13 @@ def compared(
         measured.append([device.measure(copy).numpy() for copy in local(variable.value)])
     # A gradient that cancels to nothing is as exact as the numbers that cancel.
     largest = max((_size(copies[0]) for copies in measured[: device.smooth]), default=0.0)
-    slack = bounds.bound * 1e-3 * largest
+    slack = bounds.of_update * 1e-3 * largest
     for i, (variable, updates) in enumerate(zip(device.updated, measured, strict=True)):
         key, name = f"update {i}", f"{variable.path!r} after the update"
         beside = updates[0]
         if i < device.smooth:
             beside = expected[key]
-        yield Quantity(key, name, beside, updates, 4.0 * bounds.of_sum(), slack)
+        yield Quantity(key, name, beside, updates, bounds.of_update, slack)
 
 
 def _paths_in_metrics(step: Any) -> dict[int, str]:

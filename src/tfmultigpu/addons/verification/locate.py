@@ -15,13 +15,15 @@ from tfmultigpu.addons.verification.compare import Quantity, Verification, beyon
 from tfmultigpu.addons.verification.one_device import OneDevice, dense
 from tfmultigpu.addons.verification.putting_back import putting_back
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, cast_all
+from tfmultigpu.data.batch_format import any_rows, cast_all, count_rows
+from tfmultigpu.lists import of_type
 from tfmultigpu.steps.assignments import DeferredAssignments, is_added
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds, watching_draws
+from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
-from tfmultigpu.steps.values import Rows, Trace
+from tfmultigpu.steps.values import Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Array, Function, KerasLayer, Nested, Shard, Tensor
@@ -263,7 +265,7 @@ class _Passes:
         adders: The layers that add to the loss, for each call of ``add_loss``.
         draws: For each draw the line of the user that makes it.
         run: Computes the pieces for some shards and their offsets.
-        pieces: One for each replica.
+        pieces: One for each replica, or logical replica.
     """
 
     points: list[_Point]
@@ -340,6 +342,42 @@ def locate(
     if any(_OF_GENERATOR in state.operation for state in step.runner.touched.states):
         return Culprit(draw="a draw of tf.random.Generator", advice=_GENERATOR)
     return culprit
+
+
+def locate_bits(step: Any, device: OneDevice, whole: Shard) -> Culprit:
+    """Returns the first layer of which a logical replica has other bits than on one device.
+
+    It runs a forward pass over a few rows of each; all workers call it.
+    """
+    rows = min(int(count_rows(whole)), _ROWS * step.logical_replicas)
+    few = partition.slice_rows(whole, 0, rows)
+    exchange = WorkerExchange(step.strategy)
+
+    def forward() -> tuple[_Passes, _Passes]:
+        one = _forward(step, device.twin, *cut_batch(device.twin.strategy, few))
+        return one, _forward(step, step, *cut_batch(step.strategy, few))
+
+    one, cut = exchange.together("a forward pass over a few rows", forward)
+    if cut.points != one.points:
+        return Culprit()
+    # Of several workers each has the next ones.
+    begin = local_replicas(step.strategy)[0] * len(one.pieces) // step.strategy.num_replicas_in_sync
+    alike = one.pieces[begin : begin + len(cut.pieces)]
+    found = 0
+    while found < len(one.points) and _same_bits(alike, cut.pieces, found):
+        found += 1
+    first = int(exchange("the first layer apart", [found]).min())
+    if first == len(one.points):
+        return Culprit()
+    return Culprit(*one.points[first])
+
+
+def _same_bits(pieces: Sequence[_Piece], others: Sequence[_Piece], number: int) -> bool:
+    """Returns whether pieces of the same rows have the same values at a point."""
+    for piece, other in zip(pieces, others, strict=True):
+        if not np.array_equal(piece.outputs[number], other.outputs[number], equal_nan=True):
+            return False
+    return True
 
 
 def _first_apart(one: _Passes, cut: _Passes, bound: float) -> tuple[int, int]:
@@ -463,10 +501,14 @@ def _forward(
         return _Piece(rows.first, rows.count, outputs, losses, added, sizes)
 
     def traced(local: list[Shard], offsets: Tensor) -> Nested:
-        in_one_part = [part for part in runs.features if not isinstance(part, MicroBatches)]
+        cutting = MicroBatches, LogicalReplicas
+        in_one_part = [part for part in runs.features if not isinstance(part, cutting)]
         with sharing_seeds(step.strategy), runs.around_trace():
             phase = for_all_replicas(runs, replica, in_one_part)
-            return phase(shards_of(runs.strategy, local, offsets), Trace())
+            shards, trace = shards_of(runs.strategy, local, offsets), Trace()
+            for dealt in of_type(runs.features, LogicalReplicas):
+                return _each_in_turn(dealt, phase, shards, trace)
+            return phase(shards, trace)
 
     specs = tf.nest.map_structure(any_rows, (local, offsets))
     concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
@@ -478,6 +520,15 @@ def _forward(
         return numbers
 
     return _Passes(points, adders, draws, run, run(local, offsets))
+
+
+def _each_in_turn(dealt: LogicalReplicas, phase: Phase, shards: Shards, trace: Trace) -> Nested:
+    """Returns a piece for each logical replica of this process, in their order."""
+    turns: list[Any] = []
+    for number in range(dealt.turns):
+        before = [[piece.sums[0] for piece in pieces] for pieces in turns]
+        turns.append(phase(dealt.part(shards, number, before), trace))
+    return [piece for of_replica in zip(*turns, strict=True) for piece in of_replica]
 
 
 def _agrees(whole: Array, piece: Array, place: tuple[int, int, int], bound: float) -> bool:

@@ -255,15 +255,8 @@ class OneDevice:
                 variable.assign(value)
         gradient = gradient._replace(variables=self._ran.variables)
 
-        def run() -> None:
-            with self.step.update.on_first():
-                phases.update(self.step.update, gradient)
-
-        if self.twin.logical_replicas is None:
-            run()
-        else:  # TensorFlow rewrites a graph so that some numbers round otherwise.
-            traced: Any = tf.function(run, autograph=False)
-            traced.get_concrete_function()()
+        with self.step.update.on_first():
+            phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
 
 

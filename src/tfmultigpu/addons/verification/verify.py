@@ -16,7 +16,13 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, Verification, compared
-from tfmultigpu.addons.verification.locate import Culprit, explain, explain_norms, locate
+from tfmultigpu.addons.verification.locate import (
+    Culprit,
+    explain,
+    explain_norms,
+    locate,
+    locate_bits,
+)
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice
 from tfmultigpu.addons.verification.putting_back import contents_of, putting_back
 from tfmultigpu.addons.verification.without_moments import WithoutMoments
@@ -407,7 +413,8 @@ class Verify(Feature):
             return outcome
         step = one.device.step
         if self._is_exact:
-            culprit, _ = explain(comparison.beyond, Culprit(), one.device)
+            found, _ = _attempt(lambda: locate_bits(step, one.device, one.whole))
+            culprit, _ = explain(comparison.beyond, found or Culprit(), one.device)
             return dataclasses.replace(outcome, culprit=culprit, advice=_BITS)
         join = functools.partial(join_rows, self._strategy)
         bound = math.sqrt(Rounding(all_layers(step.model)).compute)

@@ -87,21 +87,21 @@ class LogicalReplicas(Feature):
 
         def dealt(shards: Shards, trace: Trace) -> list[Pass]:
             trace.note_logical(begin_at_zero=self._summed_states())
-            add = _Adding()
             groups: list[_Group] = []
             shards = self._checked(shards)
-            for number in range(self.count // self._strategy.num_replicas_in_sync):
-                part = self._part(shards, number, groups)
+            for number in range(self.turns):
+                before = [[done.stats for done in group.passes] for group in groups]
+                part = self.part(shards, number, before)
                 passes = phase(part, trace)
                 self.meets |= trace.meets
                 trace.note_shared(trace.shared or _shared_states(trace))
                 group = _Group(1, self._given(number, passes, part.rows, trace))
                 while groups and groups[-1].size == group.size:
-                    group = add(groups.pop(), group)
+                    group = _sum_of(groups.pop(), group)
                 groups.append(group)
             while len(groups) > 1:  # One device may have any number.
                 last = groups.pop()
-                groups.append(add(groups.pop(), last))
+                groups.append(_sum_of(groups.pop(), last))
             return groups[0].passes
 
         return dealt
@@ -121,16 +121,27 @@ class LogicalReplicas(Feature):
             )
         return shards._replace(local=with_dependencies([check], shards.local))
 
-    def _part(self, shards: Shards, number: int, before: Sequence[_Group]) -> Shards:
-        """Returns the rows of one logical replica of each device, computed after others."""
-        after = [done.stats for group in before for done in group.passes]
+    @property
+    def turns(self) -> int:
+        """How many logical replicas a device computes, one after the other."""
+        return self.count // self._strategy.num_replicas_in_sync
+
+    def part(self, shards: Shards, number: int, before: Sequence[Sequence[Tensor]]) -> Shards:
+        """Returns the rows of a logical replica of each device, the ``number``-th in turn.
+
+        Args:
+            shards: The rows of each device.
+            number: Which of those of a device.
+            before: For each turn before it, what each device has computed.
+        """
         local: list[Shard] = []
         places: list[Rows] = []
-        each = self.count // self._strategy.num_replicas_in_sync
         replicas = local_replicas(self._strategy)
-        for replica, shard, rows in zip(replicas, shards.local, shards.rows, strict=True):
+        computed = list(zip(*before, strict=True)) or [()] * len(replicas)
+        each = zip(replicas, shards.local, shards.rows, computed, strict=True)
+        for replica, shard, rows, after in each:
             with tf.device("CPU:0"):  # Shapes are decided there.
-                place, bounds = rows.of_logical(replica * each + number, self.count)
+                place, bounds = rows.of_logical(replica * self.turns + number, self.count)
                 start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
                 place = tf.nest.map_structure(_hidden, place)
             # TensorFlow's threads of replicas wait for no control dependency.
@@ -204,24 +215,20 @@ def check_fits(count: int, replicas: int) -> None:
         )
 
 
-class _Adding:
+def _sum_of(left: _Group, right: _Group) -> _Group:
     """Adds what two groups of logical replicas give, of each replica on its device.
 
-    It is a function that is called: of additions that follow each other on one device TensorFlow
-    makes one of its own order.
+    Of additions that follow each other on one device TensorFlow makes one ``AddN``, of an order of
+    its own, but for those that wait for another operation.
     """
-
-    def __init__(self) -> None:
-        options = _compat.called_as_whole()
-        self._add: Any = tf.function(_add_each, autograph=False, **options)
-
-    def __call__(self, left: _Group, right: _Group) -> _Group:
-        sums: list[Pass] = []
-        for before, result in zip(left.passes, right.passes, strict=True):
-            with tf.device(result.stats.device):
-                flat = self._add(_addends(before), _addends(result))
-            sums.append(_with_addends(result, flat)._replace(state=before.state))
-        return _Group(left.size + right.size, sums)
+    sums: list[Pass] = []
+    for before, result in zip(left.passes, right.passes, strict=True):
+        with tf.device(result.stats.device):
+            wait = _hidden(tf.zeros([]))
+            with tf.control_dependencies([wait]):
+                flat = _add_each(_addends(before), _addends(result))
+        sums.append(_with_addends(result, flat)._replace(state=before.state))
+    return _Group(left.size + right.size, sums)
 
 
 def _add_each(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
