@@ -63,7 +63,8 @@ def by_keras(config: dict[str, Any]) -> None:
         return plain(*arguments, callbacks=[Disturb(), *callbacks], **options)
 
     plain, tmg.fit = tmg.fit, fit
-    write_digest(config, PROGRAM(config))
+    model = PROGRAM(config)
+    write_digest(config, [*model.variables, *model.optimizer.variables])
 
 
 def by_hand(config: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def by_hand(config: dict[str, Any]) -> None:
         reported = train.get_all_reported_checkpoints()
         if epoch > max((r.metrics["epoch"] for r in reported), default=-1):
             ray_train_report(config, {"epoch": epoch, "loss": float(mean.result())})
-    write_digest(config, model)
+    write_digest(config, [*model.variables, *optimizer.variables])
 
 
 def ray_train_report(config: dict[str, Any], row: dict[str, Any]) -> None:
@@ -110,11 +111,11 @@ def ray_train_report(config: dict[str, Any], row: dict[str, Any]) -> None:
     train.report(row, checkpoint=checkpoint)
 
 
-def write_digest(config: dict[str, Any], model: Any) -> None:
+def write_digest(config: dict[str, Any], variables: list[Any]) -> None:
     import numpy as np
 
     digest = hashlib.sha256()
-    for variable in [*model.variables, *getattr(model.optimizer, "variables", [])]:
+    for variable in variables:
         digest.update(np.asarray(variable).tobytes())
     rank = train.get_context().get_world_rank()
     Path(config["folder"], f"digest-{rank}").write_text(digest.hexdigest())
@@ -172,37 +173,35 @@ def run(
     trainer = ray_train.trainer(str(folder), **scaling)
     trainer.train_loop_config |= {"folder": str(folder), "events": list(events)}
     trainer.run_config.failure_config = FailureConfig(max_failures=failures)
-    ended = threading.Event()
+    raised: list[Exception] = []
+    results: list[Any] = []
 
-    def watch() -> None:
-        for number, (*place, event) in enumerate(events):
-            done = folder / f"done-{number}"
-            while not done.exists():
-                if ended.wait(0.1):
-                    return
-            if event != "kill":
-                rows = [line.split() for line in (folder / "steps").read_text().splitlines()]
-                (node, *_) = [row[3] for row in rows[::-1] if [*map(int, row[:3])] == place]
-                happens(event, node)
+    def fit() -> None:
+        try:
+            results.append(trainer.fit())
+        except Exception as error:
+            raised.append(error)
 
-    watching = threading.Thread(target=watch)
-    watching.start()
-    began, error, result = time.time(), "", None
-    try:
-        result = trainer.fit()
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    # Ray adds nodes in the main thread only.
+    began, training = time.time(), threading.Thread(target=fit)
+    training.start()
+    for number, (*place, event) in enumerate(events):
+        while training.is_alive() and not (folder / f"done-{number}").exists():
+            time.sleep(0.1)
+        if event != "kill" and training.is_alive():
+            rows = [line.split() for line in (folder / "steps").read_text().splitlines()]
+            (node, *_) = [row[3] for row in rows[::-1] if [*map(int, row[:3])] == place]
+            happens(event, node)
+    training.join()
     seconds = time.time() - began
-    ended.set()
-    watching.join()
     steps = [line.split() for line in (folder / "steps").read_text().splitlines()]
-    reported = [] if result is None else [row for _, row in result.best_checkpoints]
+    reported = [row for result in results for _, row in result.best_checkpoints]
     return {
         "digests": sorted(path.read_text() for path in folder.glob("digest-*")),
         "starts": starts(steps),
         "epochs": [row["epoch"] for row in reported],
         "losses": [row["loss"] for row in reported],
-        "error": error,
+        "error": "".join(f"{type(error).__name__}: {error}" for error in raised),
         "seconds": seconds,
     }
 
