@@ -135,9 +135,9 @@ def rows_of_a_worker(kind: str, service: str) -> tf.data.Dataset:
     rows = rows.batch(4)
     if kind == "tf.data service":
         policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
-        rows = rows.apply(
-            tf.data.experimental.service.distribute(policy, service, job_name="shared")
-        )
+        job = f"of {workers}"  # Shared by all consumers of one start.
+        read = tf.data.experimental.service.distribute(policy, service, job_name=job)
+        rows = rows.apply(read)
     return rows
 
 
