@@ -19,7 +19,7 @@ IS_FIRST_START = "SLURM_RESTART_COUNT" not in os.environ
 COMMANDS = {
     "stopped": ["scancel", "--signal=TERM", JOB],
     "requeued": ["scontrol", "requeue", JOB],
-    "smaller": ["scancel", "--signal=TERM", JOB],
+    "smaller": ["scontrol", "requeuehold", JOB],
     "late": ["true"],  # Its time is over soon.
 }
 

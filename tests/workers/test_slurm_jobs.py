@@ -64,14 +64,19 @@ class Job:
         return self.shows("JobState"), self.shows("Restarts"), self.shows("ExitCode")
 
 
+def change(job: Job, *values: str) -> None:
+    assert not ask("scontrol", "update", f"JobId={job.number}", *values)
+
+
 # Fails if a job whose program is broken starts again, if a job that Slurm or a signal stopped does
 # not, or ends with other bits than a job that was left alone, or if jobs on one node meet.
 def test_what_is_stopped_starts_again_and_what_is_broken_does_not(
     slurm: None, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    # Slurm looks at the time of a job twice a minute: the first start has to train by then.
+    # Slurm looks at the time of a job twice a minute, and has to give the next start more of it.
     late = Job(tmp_path / "late", "late", "--time=2")
-    wait_until(lambda: (late.folder / "output").exists() and "step 3" in late.output(), 300.0)
+    wait_until(lambda: late.shows("Restarts") == "1", 300.0)
+    change(late, "TimeLimit=30")
     modes = ("smaller", "stopped", "requeued", "killed", "whole", "broken")
     jobs = {mode: Job(tmp_path / mode, mode) for mode in modes} | {"late": late}
     array = Job(tmp_path / "array", "array", "--array=3,5")
@@ -82,11 +87,10 @@ def test_what_is_stopped_starts_again_and_what_is_broken_does_not(
     assert jobs["whole"].ended() == ("COMPLETED", "0", "0:0"), jobs["whole"].output()
     expected = jobs["whole"].weights()
 
-    # A job that waits for its next start may be given fewer tasks.
-    smaller = jobs["smaller"]
-    wait_until(lambda: smaller.shows("Restarts") == "1", 300.0)
-    number, size = f"JobId={smaller.number}", ("NumTasks=1", "NumCPUs=1")
-    assert not ask("scontrol", "update", number, *size)
+    smaller = jobs["smaller"]  # It is held before its next start.
+    wait_until(lambda: "JobHeld" in smaller.shows("Reason"), 300.0)
+    change(smaller, "NumTasks=1", "NumCPUs=1")
+    assert not ask("scontrol", "release", smaller.number)
 
     for mode, restored in (
         ("stopped", r"[345]"),
