@@ -65,6 +65,13 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Lose and add nodes of a real Ray cluster on this machine."""
+    session.install("-e", ".", *groups("test", "ray"))
+    session.run("pytest", "tests/workers/test_ray.py", *session.posargs)
+
+
+@nox.session
 def versions(session: nox.Session) -> None:
     """Whether plain TensorFlow and Keras still do what the page of guarantees says of them."""
     session.install("-e", ".", *groups("test"))

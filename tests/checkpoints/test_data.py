@@ -182,6 +182,20 @@ def test_other_data_is_refused_at_the_end_of_an_epoch_before_it_is_trained_on(
             assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
 
 
+def test_other_data_is_refused_in_an_epoch_before_it_is_trained_on(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    model = small()
+    for kind, (then, now) in OTHERS.items():
+        with subtests.test(kind=kind):
+            folder = tmp_path / kind
+            assert len(seen(tmg.Checkpoints(folder, *model, data=then()), 2, stop=6)) == 6
+            run = tmg.Checkpoints(folder, *model, data=now())
+            assert run.restore() == 6
+            with pytest.raises(tmg.CheckpointError, match="at epoch 1 and step 2 of it"):
+                iter(run.data)
+
+
 def test_an_epoch_saved_after_its_last_batch_counts_as_a_pass(tmp_path: Path) -> None:
     model = small()
     whole = seen(tmg.Checkpoints(tmp_path / "whole", *model, data=rows()), 3)

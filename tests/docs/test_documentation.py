@@ -383,9 +383,14 @@ def test_every_name_at_the_top_has_an_example_and_is_on_the_page_of_names() -> N
     assert set(re.findall(r"`(\w+)`", table.partition("\n\n")[0])) == names
 
 
-def test_the_page_of_slurm_shows_the_job_file() -> None:
-    (shown,) = [
-        b.code for b in blocks_of(PAGES["docs/how-to/slurm.md"].read_text()) if "#SBATCH" in b.code
-    ]
-    lines = (ROOT / "examples" / "schedulers" / "train.sbatch").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("page", "word", "file"),
+    [("slurm", "#SBATCH", "train.sbatch"), ("ray", "import train", "ray_train.py")],
+)
+def test_the_page_of_a_scheduler_shows_the_file_that_is_tested(
+    page: str, word: str, file: str
+) -> None:
+    text = PAGES[f"docs/how-to/{page}.md"].read_text()
+    (shown,) = [block.code for block in blocks_of(text) if word in block.code]
+    lines = (ROOT / "examples" / "schedulers" / file).read_text().splitlines()
     assert shown.splitlines() == [line for line in lines if not line.startswith("# ")]

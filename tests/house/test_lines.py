@@ -30,11 +30,11 @@ BUDGETS = {
     "src/addons/verification": 1_900,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
-    "src/data": 2_340,
+    "src/data": 2_345,
     "src/devices": 700,
     "src/steps": 7_930,
     "src/strategies": 2_260,
-    "tests together": 42_050,
+    "tests together": 42_950,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

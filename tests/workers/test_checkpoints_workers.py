@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import this_worker
+from law import worker_functions
 from law.pair import strategy_of
+from law.processes import pool
 from problems import network, normal_rows
 
 import tfmultigpu as tmg
@@ -115,3 +121,74 @@ def test_a_run_that_a_callback_ended_is_over_on_both(both: Any, tmp_path: Path) 
     for first, again in both(fit_until_a_callback_ends_it, str(tmp_path)):
         assert again == first
         assert first[0] == [0, 1]
+
+
+def rows_of_a_worker(kind: str, service: str) -> tf.data.Dataset:
+    """Returns data that is not the same on each worker, though it is if one trains alone."""
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    workers = this_worker.strategy().num_replicas_in_sync
+    if kind == "files by worker":
+        rows = rows.shard(workers, this_worker.index())
+    if kind == "a shuffle without a seed":
+        tf.random.set_seed(time.monotonic_ns())  # As in a program that sets none.
+        rows = rows.shuffle(22)
+    rows = rows.batch(4)
+    if kind == "tf.data service":
+        policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
+        job = f"of {workers}"  # Shared by all consumers of one start.
+        read = tf.data.experimental.service.distribute(policy, service, job_name=job)
+        rows = rows.apply(read)
+    return rows
+
+
+def train_on_own_rows(folder: str, kind: str, service: str, leave: int | None = None) -> list[int]:
+    """Trains from the newest checkpoint on; returns the steps that were made."""
+    model, optimizer = build(this_worker.strategy())
+    step = tmg.make_train_step(model, optimizer, "mse", this_worker.strategy(), logical_replicas=2)
+    data = rows_of_a_worker(kind, service)
+    checkpoints = tmg.Checkpoints(folder, model, optimizer, data)
+    checkpoints.restore()
+    steps = []
+    for _ in checkpoints.epochs(2):
+        for batch in checkpoints.data:
+            step(batch)
+            checkpoints.after_step()
+            steps.append(checkpoints.step)
+            print("STEP", checkpoints.step, flush=True)
+            if checkpoints.step == leave:
+                checkpoints.save()
+                return steps
+    return steps
+
+
+def resume_on_own_rows(folder: str, kind: str, service: str) -> None:
+    """Joins and trains, and ends as a program does."""
+    worker_functions.join()
+    try:
+        train_on_own_rows(folder, kind, service)
+    except Exception as error:
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    os._exit(1)
+
+
+# Fails if a worker that joins a run trains on other rows than the run would have had.
+@pytest.mark.parametrize("kind", ["files by worker", "a shuffle without a seed", "tf.data service"])
+def test_rows_of_a_worker_are_refused_before_a_step_if_their_number_changes(
+    kind: str, tmp_path: Path
+) -> None:
+    dispatcher = tf.data.experimental.service.DispatchServer()
+    address = dispatcher.target.split("://")[1]
+    config = tf.data.experimental.service.WorkerConfig(dispatcher_address=address)
+    server = tf.data.experimental.service.WorkerServer(config)
+    assert train_on_own_rows(str(tmp_path), kind, dispatcher.target, leave=2) == [1, 2]
+    workers = pool().cluster(2)
+    for worker in workers:
+        worker.begin(resume_on_own_rows, str(tmp_path), kind, dispatcher.target)
+    assert [worker.wait() for worker in workers] == [1, 1]
+    told = "".join(worker.printed() for worker in workers)
+    assert "STEP" not in told, told
+    refusals = "DataError: The workers read different data|CheckpointError: The data differs"
+    assert re.search(refusals, told), told
+    del server

@@ -100,25 +100,32 @@ def test_numbers_of_workers_that_make_no_sense(workers: str) -> None:
 
 
 @pytest.mark.slow
-def test_from_two_workers_to_one_and_back_with_the_bits_of_one(
+def test_from_four_workers_to_one_two_and_back_with_the_bits_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed in the middle of an epoch; the one that is left gets SIGTERM, and both are back."""
-    deaths = [f"1@5@{signal.SIGKILL:d}", f"0@9@{signal.SIGTERM:d}"]
+    """All but one are killed, and the one that is left; then one of two is asked to stop."""
+    kill, stop = int(signal.SIGKILL), int(signal.SIGTERM)
+    deaths = [f"1,2,3@5@{kill}", f"0@9@{kill}", f"1@11@{stop}"]
     arguments = [str(tmp_path / "elastic"), *deaths]
-    code = launch(SCRIPT, arguments, workers="1:2", restarts=2, grace=40.0)
+    code = launch(SCRIPT, arguments, workers="1,2,4", restarts=3, grace=40.0)
     out, err = capfd.readouterr()
     assert code == 0, f"{err}{out}"
 
-    assert "Worker 1 of 2 was ended by SIGKILL, the first to fail" in err
-    assert "Lost: worker 1. Starting again with 1 of 2 workers: restart 1 of 2." in err
-    assert "Worker 0 of 1 ended with code 143" in err
-    assert "Starting again with 2 of 2 workers: restart 2 of 2." in err
-    # The attempt, its replicas, and the step that it restored; an epoch has six.
-    assert re.findall(r"\[0\] BEGINS (.*)", out) == ["0 2 None", "1 1 4", "2 2 9"]
+    begun = re.findall(r"^\[launch\] .*(Starting again with .*)$", err, re.MULTILINE)
+    assert begun == [
+        "Starting again with 1 of 4 workers: restart 1 of 3.",
+        "Starting again with 2 of 4 workers: restart 2 of 3.",
+        "Starting again with 4 of 4 workers: restart 3 of 3.",
+    ]
+    assert "Lost: worker 1, 2, 3. " in err
+    assert "Lost: worker 0. " in err
+    assert re.search(r"Worker [01] of 2 ended with code 143", err)
+    # The steps that they begin with: an epoch has six, and each second one is saved.
+    restored = re.findall(r"\[0\] RESTORED (.*)", out)
+    assert restored[:3] == ["None", "4", "8"]
+    assert int(restored[3]) in (11, 12)
 
     assert launch(SCRIPT, [str(tmp_path / "whole")], workers=1) == 0
     alone, _ = capfd.readouterr()
-    assert re.findall(r"\[0\] BEGINS (.*)", alone) == ["0 1 None"]
     (expected,) = re.findall("RESULT (.*)", alone)
-    assert re.findall("RESULT (.*)", out) == [expected] * 2
+    assert re.findall("RESULT (.*)", out) == [expected] * 4

@@ -1,4 +1,4 @@
-"""The job file of docs/how-to/slurm.md on a real Slurm, three jobs at once on one node."""
+"""The job file of docs/how-to/slurm.md on a real Slurm, all jobs at once on one node."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def slurm(tmp_path: Path) -> Iterator[None]:
 
 
 class Job:
-    """A job of two tasks, in a folder of its own."""
+    """A job, in a folder of its own; of two tasks if ``options`` do not say otherwise."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
-        folder.mkdir()
+    def __init__(self, folder: Path, mode: str, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
         program = Path(__file__).with_name("slurm_train.py")
         command = shlex.join([sys.executable, str(program), mode])
         job = JOB_FILE.read_text().replace("python train.py", command)
@@ -37,37 +37,75 @@ class Job:
         size = ("--nodes=1", "--ntasks-per-node=2")
         paths = (f"--chdir={folder}", f"--output={folder}/output")
         self.folder = folder
-        self.number = ask("sbatch", "--parsable", *size, *paths, str(folder / "job")).strip()
+        submit = ("sbatch", "--parsable", *size, *options, *paths, str(folder / "job"))
+        self.number = ask(*submit).strip()
         assert self.number.isdecimal()
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
 
-    def weights(self) -> bytes:
-        return (self.folder / "weights.npz").read_bytes()
+    def weights(self, name: str = "weights") -> bytes:
+        return (self.folder / f"{name}.npz").read_bytes()
 
     def shows(self, name: str) -> str:
-        shown = re.search(rf"\b{name}=(\S+)", ask("scontrol", "show", "job", self.number))
-        return shown[1] if shown else ""
+        return self._all(name)[0]
+
+    def _all(self, name: str) -> list[str]:
+        """Returns what Slurm shows, of each job of an array."""
+        return re.findall(rf"\b{name}=(\S+)", ask("scontrol", "show", "job", self.number)) or [""]
 
     def has_ended(self) -> bool:
-        return self.shows("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+        return ends >= {*self._all("JobState")}
+
+    def ended(self) -> tuple[str, str, str]:
+        """Waits for the end; returns the state, the number of restarts and the exit code."""
+        wait_until(self.has_ended, 600.0)
+        return self.shows("JobState"), self.shows("Restarts"), self.shows("ExitCode")
 
 
-# Fails if a job whose program is broken starts again, if a job that was asked to stop does not, or
-# ends with other bits than a job that was not, or if jobs on one node meet.
-def test_what_is_preempted_starts_again_and_what_is_broken_does_not(
-    slurm: None, tmp_path: Path
+def change(job: Job, *values: str) -> None:
+    assert not ask("scontrol", "update", f"JobId={job.number}", *values)
+
+
+# Fails if a job whose program is broken starts again, if a job that Slurm or a signal stopped does
+# not, or ends with other bits than a job that was left alone, or if jobs on one node meet.
+def test_what_is_stopped_starts_again_and_what_is_broken_does_not(
+    slurm: None, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    stopped, whole, broken = (Job(tmp_path / mode, mode) for mode in ("stopped", "whole", "broken"))
-    for job in (broken, whole, stopped):
-        wait_until(job.has_ended, 600.0)
+    # Slurm looks at the time of a job twice a minute, and has to give the next start more of it.
+    late = Job(tmp_path / "late", "late", "--time=2")
+    wait_until(lambda: late.shows("Restarts") == "1", 300.0)
+    change(late, "TimeLimit=30")
+    modes = ("smaller", "stopped", "requeued", "killed", "whole", "broken")
+    jobs = {mode: Job(tmp_path / mode, mode) for mode in modes} | {"late": late}
+    array = Job(tmp_path / "array", "array", "--array=3,5")
 
-    assert (broken.shows("JobState"), broken.shows("Restarts")) == ("FAILED", "0"), broken.output()
-    assert broken.shows("ExitCode") == "1:0"
-    assert "a program that is broken" in broken.output()
-    assert (whole.shows("JobState"), whole.shows("Restarts")) == ("COMPLETED", "0"), whole.output()
-    ended = (stopped.shows("JobState"), stopped.shows("Restarts"))
-    assert ended == ("COMPLETED", "1"), stopped.output()
-    assert "Asked to stop: saved step" in stopped.output()
-    assert stopped.weights() == whole.weights()
+    ended = jobs["broken"].ended()
+    assert ended == ("FAILED", "0", "1:0"), jobs["broken"].output()
+    assert "a program that is broken" in jobs["broken"].output()
+    assert jobs["whole"].ended() == ("COMPLETED", "0", "0:0"), jobs["whole"].output()
+    expected = jobs["whole"].weights()
+
+    # A job that is held after its save, in whose folder another one of one task goes on.
+    wait_until(lambda: "held" in jobs["smaller"].shows("Reason"), 300.0)
+    ask("scancel", jobs["smaller"].number)
+    smaller = Job(tmp_path / "smaller", "whole", "--ntasks-per-node=1")
+
+    for mode, restored in (
+        ("stopped", r"[345]"),
+        ("requeued", r"[345]"),
+        ("killed", "5"),
+        ("late", r"\d+"),
+    ):
+        with subtests.test(mode=mode):
+            job = jobs[mode]
+            assert job.ended() == ("COMPLETED", "1", "0:0"), job.output()
+            assert job.weights() == expected
+            assert re.search(rf"restored {restored}\n", job.output()), job.output()
+    assert "Asked to stop: saved step" in jobs["stopped"].output()
+    assert smaller.ended() == ("COMPLETED", "0", "0:0"), smaller.output()
+    assert re.search(r"tasks 1\n(.*\n)*.*restored [345]\n", smaller.output()), smaller.output()
+    assert smaller.weights() == expected
+    assert array.ended() == ("COMPLETED", "0", "0:0"), array.output()
+    assert array.weights("weights3") == array.weights("weights5") == expected

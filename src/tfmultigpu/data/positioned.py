@@ -90,6 +90,7 @@ class PositionedDataset(ShardedDataset):
         self.passes = 0
         self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
         self._notify: Callable[[int], None] = lambda epoch: None
+        self._resumed: Callable[[], None] = lambda: None
         self.pass_over(0)
 
     def __iter__(self) -> ShardIterator:
@@ -108,6 +109,8 @@ class PositionedDataset(ShardedDataset):
                 f"a pass of {done} batches, after {self._position.step_in_epoch} were trained on",
                 "Give the data of that time.",
             )
+        if done:
+            self._resumed()
         return iterator
 
     def reduce(self, initial_state: Nested, reduce_func: Function) -> Nested:
@@ -141,6 +144,10 @@ class PositionedDataset(ShardedDataset):
         It passes over other data, which was read between the passes of this one.
         """
         self._notify = notify
+
+    def call_when_resumed(self, resumed: Callable[[], None]) -> None:
+        """Has a function called when a pass has begun behind its first batch."""
+        self._resumed = resumed
 
     def hash_of_last_epoch(self) -> int | None:
         """Returns a hash of the first batch of the last epoch to pass over, as the data is now."""

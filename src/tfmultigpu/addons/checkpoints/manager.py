@@ -95,6 +95,7 @@ class Checkpoints:
         self.data: PositionedDataset | None = None
         if data is not None:
             self.data = position_data(data, self._exchange.strategy, self._position)
+            self.data.call_when_resumed(self._compare_first_batch)
         self._steps = self._variables.count_updates()
         self._updates: int | None = self._steps  # None once steps are counted.
         # What is known of the data, and what a checkpoint says of it until it was compared.
@@ -237,6 +238,13 @@ class Checkpoints:
     def stop_listening(self) -> None:
         """Restores the handler of SIGTERM, and passes on a signal that nobody has obeyed."""
         self._signal.stop_listening()
+
+    def _compare_first_batch(self) -> None:
+        """Compares the first batch of a resumed epoch, if it was read over: before any step."""
+        if self.data is not None and _FIRST in self._expected:
+            first = self.data.first_hash()
+            if first is not None:  # With ``preprocess`` the next batch tells.
+                self.note_data({_FIRST: first})
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
