@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,31 +130,35 @@ class Nodes:
     def __init__(self) -> None:
         head = {"num_cpus": 0, "object_store_memory": STORE, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes: list[Any] = []
+        self._nodes: list[tuple[Any, int]] = []
         ray.init(address=self._cluster.address, logging_level="warning")
 
     def set(self, *cpus: int) -> None:
-        """Has nodes with these numbers of processors."""
-        for node in [*self._nodes]:
-            self.remove(node.node_id, graceful=True)
-        for number in cpus:
+        """Has nodes with these numbers of processors; those that fit stay."""
+        missing = [*cpus]
+        for node, number in [*self._nodes]:
+            if number in missing:
+                missing.remove(number)
+            else:
+                self.remove(node.node_id, graceful=True)
+        for number in missing:
             self.add(number)
 
     def add(self, cpus: int = 1) -> None:
         node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
-        self._nodes.append(node)
+        self._nodes.append((node, cpus))
 
     def remove(self, node_id: str, graceful: bool = False) -> None:
-        (node,) = [node for node in self._nodes if node.node_id == node_id]
-        self._nodes.remove(node)
-        self._cluster.remove_node(node, allow_graceful=graceful)
+        (found,) = [pair for pair in self._nodes if pair[0].node_id == node_id]
+        self._nodes.remove(found)
+        self._cluster.remove_node(found[0], allow_graceful=graceful)
 
 
 def run(
     folder: Path,
     program: Callable[..., None],
     scaling: dict[str, Any],
-    events: list[tuple[int, int, int, str]] = (),
+    events: Sequence[tuple[int, int, int, str]] = (),
     happens: Callable[[str, str], None] = lambda event, node: None,
     failures: int = 3,
 ) -> dict[str, Any]:
