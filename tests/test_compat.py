@@ -631,6 +631,26 @@ def test_a_rematerialized_function_is_known_where_a_graph_calls_it():
     assert seen == [(doubled, {"named": 1}), (None, {})]
 
 
+def test_the_gradients_of_a_tensor_are_added_where_it_is_replaced():
+    added = []
+
+    def add(original, inputs, name=None):
+        added.append(len(inputs))
+        return original(inputs, name)
+
+    @tf.function(autograph=False)
+    def program(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.tanh(x) * tf.exp(x) + tf.sin(x)
+        tf.add_n([x, x, y, y])
+        return tape.gradient(y, x)
+
+    with patching(*_compat.additions(), add):
+        program.get_concrete_function(tf.TensorSpec([2]))
+    assert added == [4, 3]
+
+
 def test_what_loops_and_branches_do_is_seen():
     @tf.function(autograph=False)
     def program(x):

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 31_300,
+    "src together": 31_400,
     "src/*": 1_385,
     "src/_compat": 980,
     "src/accumulation": 3_170,

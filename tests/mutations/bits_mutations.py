@@ -25,6 +25,12 @@ BITS = (
         f"{SAME}[plain]",
     ),
     broken(
+        "TensorFlow adds in an order of its own within a logical replica",
+        'config = b"" if self._logical is None else AS_WRITTEN',
+        'config = b""',
+        f"{SAME}[branches]",
+    ),
+    broken(
         "devices are added one after the other",
         "    half = 1 << (len(addends) - 1).bit_length() - 1  #",
         "    half = len(addends) - 1  #",

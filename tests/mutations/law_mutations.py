@@ -331,8 +331,8 @@ LAW = (
     ),
     broken(
         "the tolerance of the verification is a thousand times as large",
-        "self.bound, self.margin = self.compute * 16.0",
-        "self.bound, self.margin = 1e5 * self.compute * 16.0",
+        "bound, self.margin = self.compute * 16.0",
+        "bound, self.margin = 1e5 * self.compute * 16.0",
         f"{TOUCHING}[a hundredth of the batch mean in a Lambda]",
     ),
     broken(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def attention() -> Any:
     x = x + L.MultiHeadAttention(2, 8, dropout=0.1)(x, x)
     x = L.LSTM(8)(L.LayerNormalization()(x))
     return keras.Model(ids, L.Dense(3)(x))
+
+
+NUMBERS = itertools.count()
+
+
+def branches() -> Any:
+    """A tensor with six readers, whose names do not sort as those of the model before."""
+    inputs = keras.Input((6,))
+    read, outputs = L.Dense(64)(inputs), []
+    for _ in range(6):
+        added = L.Add(name=f"sum_{next(NUMBERS)}")([read, L.Dense(64)(inputs)])
+        outputs.append(L.Dense(3)(L.Activation("tanh")(added)))
+    return keras.Model(inputs, L.Add()(outputs))
 
 
 def tables() -> Any:
@@ -143,6 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1 row": {"build": plain, "size": 1, "data": (X[:3], Y[:3])},
     "images": {"build": images, "data": (IMAGES, Y)},
     "attention": {"build": attention, "data": (IDS, Y)},
+    "branches": {"build": branches},
     "tables": {"build": tables, "data": (IDS % 7, Y), "clip_norm": 0.5,
                "optimizer": functools.partial(keras.optimizers.SGD, 0.1)},
     "outputs": {"build": two_outputs, "data": TWO_LABELS, "loss": TWO, "metrics": False,
@@ -153,7 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 # Fails if the cut, the order of additions, the function of a logical replica or what becomes of its
 # state depends on the number of devices.
-@pytest.mark.parametrize("name", ["plain", "3 rows", "rows known", "tables", "outputs"])
+@pytest.mark.parametrize("name", ["plain", "3 rows", "rows known", "branches", "tables", "outputs"])
 def test_the_bits_are_the_same_on_any_number_of_devices(name: str) -> None:
     hold_bits(name, (2, 4) if name in ("tables", "outputs") else (1, 4))
 

@@ -22,6 +22,7 @@ from tfmultigpu.steps.features import logical_replicas
 from tfmultigpu.steps.values import Pass, Rows
 
 PARTS = (1e16, 1.0, -1e16, 1.0)  # Each order of addition gives another sum.
+READERS = (1.0, 1e8, -1e8, 3.0)
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
 
 
@@ -169,6 +170,80 @@ def test_a_device_adds_in_pairs_whatever_memory_is_free() -> None:
         given = [p / 2 if is_fresh else p for p, is_fresh in zip(PARTS, fresh, strict=True)]
         found.add(float(add(*(tf.constant([part], tf.float64) for part in given))[0]))
     assert found == {(PARTS[0] + PARTS[1]) + (PARTS[2] + PARTS[3])}
+
+
+class Fan(keras.layers.Layer):
+    """Has one tensor read four times; some of its gradients are read again after their sum."""
+
+    def __init__(self, kept: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.kept, self.weight = kept, self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        later: list[Any] = []
+
+        @tf.custom_gradient
+        def whole(x: Any) -> Any:
+            return x * 1.0, lambda total: total + sum(0.0 * g * total for g in later)
+
+        def part(x: Any, kept: bool) -> Any:
+            def gradient(upstream: Any) -> Any:
+                upstream = upstream * 1.0
+                later.extend([upstream] if kept else [])
+                return upstream
+
+            return tf.custom_gradient(lambda x: (x * 1.0, gradient))(x)
+
+        read = whole(tf.ones_like(x[:, :1]) * self.weight)
+        terms = [part(read, kept) * n for n, kept in zip(READERS, self.kept, strict=True)]
+        return tf.concat(terms, 1)
+
+
+# Fails if the gradients of a tensor are added in an order that depends on which memory is free.
+def test_the_gradients_of_a_tensor_are_added_in_their_order() -> None:
+    found = set()
+    for kept in itertools.product((False, True), repeat=4):
+        with strategy_of(2).scope():
+            model = keras.Sequential([keras.Input((1,)), Fan(kept)])
+            optimizer = keras.optimizers.SGD(1.0)
+
+        def forward(model: Any, batch: Any, training: bool) -> tmg.LossSum:
+            return tmg.LossSum(tf.reduce_sum(model(batch)), tf.size(batch))
+
+        options: Any = {"forward": forward, "logical_replicas": 2, "verify": False}
+        tmg.make_train_step(model, optimizer, None, strategy_of(2), **options)(X[:2, :1])
+        found.add(float(model.weights[0].numpy()[0]))
+    assert len(found) == 1, found
+
+
+class Chain(keras.layers.Layer):
+    """Adds four tensors; some of them are read again after their sum."""
+
+    def __init__(self, kept: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.own = [self.add_weight(shape=(4, 1), initializer="ones") for _ in READERS]
+
+    def call(self, x: Any) -> Any:
+        parts = [tf.reshape(own, (4,)) * n for own, n in zip(self.own, READERS, strict=True)]
+        total = parts[0] + parts[1] + parts[2] + parts[3]
+        for part, kept in zip(parts, self.kept, strict=True):
+            if kept:
+                self.add_loss(0.0 * tf.reduce_sum(part * total))
+        return tf.ones_like(x[:, :1]) * tf.reduce_sum(total)
+
+
+# Fails if TensorFlow adds in another order than the layer does.
+def test_a_layer_adds_in_its_order() -> None:
+    found = set()
+    for kept in itertools.product((False, True), repeat=4):
+        with strategy_of(2).scope():
+            model = keras.Sequential([keras.Input((1,)), Chain(kept)])
+            optimizer = keras.optimizers.SGD(0.0)
+        options: Any = {"logical_replicas": 2, "verify": False}
+        step = tmg.make_train_step(model, optimizer, "mae", strategy_of(2), **options)
+        found.add(float(step((X[:2, :1], np.zeros((2, 1), "float32")))["loss"]))
+    assert found == {12.0}
 
 
 class Counts(keras.layers.Layer):

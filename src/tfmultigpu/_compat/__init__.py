@@ -33,6 +33,7 @@ from tfmultigpu._compat.keras_optimizers import (
 )
 from tfmultigpu._compat.python_threads import frames_of_threads
 from tfmultigpu._compat.tensorflow_gradients import (
+    additions,
     custom_gradients,
     may_not_be_linear,
     rematerialized,
@@ -73,6 +74,7 @@ __all__ = [
     "KerasReading",
     "abort_collectives",
     "add_control_inputs",
+    "additions",
     "additions_over_workers",
     "called_as_whole",
     "clip_as_set",

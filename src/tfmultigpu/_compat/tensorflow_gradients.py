@@ -30,6 +30,16 @@ def custom_gradients() -> tuple[Any, str]:
     return pkgutil.resolve_name("tensorflow.python.ops.custom_gradient"), "_graph_mode_decorator"
 
 
+def additions() -> tuple[Any, str]:
+    """Returns the module and the name of what adds the gradients of a tensor with several readers.
+
+    Private: ``tensorflow.python.ops.gen_math_ops.add_n``, which tapes, loops and ``tf.add_n`` call;
+    a tape calls no public name. Without it three gradients or more are added in an order that
+    depends on which memory is free, and a step with logical replicas may end with other bits.
+    """
+    return pkgutil.resolve_name("tensorflow.python.ops.gen_math_ops"), "add_n"
+
+
 def may_not_be_linear(operation: Any) -> bool:
     """Returns whether the gradient of an operation may be no linear function of what it is given.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -31,11 +31,16 @@ from tfmultigpu.lists import present
 from tfmultigpu.steps.features.feature import Feature
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Shards, Trace
-from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call, call_on_replica
+from tfmultigpu.strategies.called_by_all import (
+    AS_WRITTEN,
+    PAYS_FROM_VARIABLES,
+    call,
+    call_on_replica,
+)
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.strategies.topology import local_replicas
-from tfmultigpu.types import KerasModel
+from tfmultigpu.types import Context, KerasModel, Tensor
 from tfmultigpu.user_code import OURS
 
 # Files through which a question for the number of replicas passes.
@@ -121,15 +126,20 @@ class TracedOnce:
         context: Any = tf.distribute.get_replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group)
         number %= len(local_replicas(self._strategy))  # In this process, or on one device.
-        outputs = call_on_replica(self._strategy, self._function, number, tensors_in(args))
+        config = b"" if self._logical is None else AS_WRITTEN
+        outputs = call_on_replica(self._strategy, self._function, number, tensors_in(args), config)
         return packed(self._function.structured_outputs, outputs)
 
     def _traced(self, trace: Trace) -> Any:
         """Returns the concrete function."""
         touched = Touched()
 
+        adding: Context = nullcontext()
+        if self._logical is not None:
+            adding = patching(*_compat.additions(), _two_at_a_time)
+
         def run(*args: Any) -> Any:
-            with self._alone(trace), touched.noting():
+            with self._alone(trace), touched.noting(), adding:
                 return self._replica(*args, trace=trace)
 
         function = tf.function(run, autograph=False, **_compat.called_as_whole())
@@ -175,6 +185,14 @@ class TracedOnce:
     def _refuse(self, why: str) -> NoReturn:
         self.why_each = why
         raise NeedsEachError(why)
+
+
+def _two_at_a_time(original: Any, inputs: Sequence[Tensor], name: str | None = None) -> Tensor:
+    """Adds tensors in their order: of three ``AddN`` takes one first whose memory is free then."""
+    total, *others = inputs
+    for addend in others:
+        total = original([total, addend], name)
+    return total
 
 
 def needs_one_function(

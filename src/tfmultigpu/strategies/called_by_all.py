@@ -14,6 +14,12 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.types import Tensor
 
+# TensorFlow makes one addition of several that it knows the shapes of, in the order of their names,
+# or begins with one whose memory is free: other bits in each trace, and in each call.
+_REWRITES = {"arithmetic_optimization": tf.compat.v1.GraphOptions().rewrite_options.OFF}
+AS_WRITTEN = tf.compat.v1.ConfigProto(
+    graph_options=tf.compat.v1.GraphOptions(rewrite_options=_REWRITES)
+).SerializeToString()
 # A small function gains nothing, and a call costs each replica of it some 0.1 ms.
 PAYS_FROM_VARIABLES = 30
 
@@ -23,6 +29,7 @@ def call_on_replica(
     function: Any,
     number: int,
     tensors: Sequence[Tensor] = (),
+    config: bytes = b"",
 ) -> list[Tensor]:
     """Calls a function of the first replica with the copies of the variables of another one.
 
@@ -31,6 +38,7 @@ def call_on_replica(
         function: What was traced for the first replica, with ``_compat.called_as_whole()``.
         number: The number of the replica in this process.
         tensors: The arguments of the function.
+        config: How TensorFlow runs it; ``AS_WRITTEN`` adds in the order of the program.
 
     Returns:
         The outputs, in the order of ``function.outputs``.
@@ -44,14 +52,17 @@ def call_on_replica(
             graph.watch_variable(copy)  # As a read would.
             tensor = copy.handle
         captured.append(tensor)
-    return call(function, tensors, captured)
+    return call(function, tensors, captured, config)
 
 
-def call(function: Any, tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
+def call(
+    function: Any, tensors: Sequence[Tensor], captured: Sequence[Tensor], config: bytes = b""
+) -> list[Tensor]:
     """Calls a function with tensors in place of the captured ones of its trace."""
     outputs: list[Tensor] = tf.raw_ops.StatefulPartitionedCall(
         args=[*tensors, *captured],
         Tout=[tensor.dtype for tensor in function.outputs],
         f=function,
+        config_proto=config,
     )
     return outputs

@@ -224,6 +224,18 @@ def add_on_device(parts: Sequence[Tensor], device: str) -> Tensor:
         return tf.add_n(halves)
 
 
+@contextmanager
+def keeping_additions() -> Iterator[None]:
+    """Has additions of two stay as they are, in a graph.
+
+    Of those that follow each other on one device TensorFlow makes one ``AddN``, of an order of its
+    own, but for those that wait for another operation.
+    """
+    wait = tf.compat.v1.placeholder_with_default(tf.zeros([]), [])
+    with tf.control_dependencies([wait]):
+        yield
+
+
 def sum_over_workers(
     strategy: tf.distribute.Strategy, values: Sequence[Any], devices: Sequence[str]
 ) -> list[Any]:

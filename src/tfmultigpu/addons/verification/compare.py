@@ -118,8 +118,8 @@ class Quantity:
 class Rounding:
     """The rounding of a forward pass: of its least exact layer, relative bounds, and a margin.
 
-    Exact, there is none but that of the optimizer, which here runs by itself: TensorFlow rewrites a
-    graph so that some numbers round otherwise.
+    Exact, there is no rounding but in the optimizer, which here runs by itself: TensorFlow rewrites
+    a graph so that some numbers round otherwise.
     """
 
     def __init__(self, layers: Sequence[KerasLayer], *, exact: bool = False) -> None:

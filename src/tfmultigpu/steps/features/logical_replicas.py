@@ -16,7 +16,7 @@ from tfmultigpu.lists import by_id
 from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
-from tfmultigpu.strategies.collectives import adding_in_pairs
+from tfmultigpu.strategies.collectives import adding_in_pairs, keeping_additions
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
 from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Tensor
@@ -124,14 +124,14 @@ class LogicalReplicas(Feature):
     @property
     def turns(self) -> int:
         """How many logical replicas a device computes, one after the other."""
-        return self.count // self._strategy.num_replicas_in_sync
+        return self.count // int(self._strategy.num_replicas_in_sync)
 
     def part(self, shards: Shards, number: int, before: Sequence[Sequence[Tensor]]) -> Shards:
         """Returns the rows of a logical replica of each device, the ``number``-th in turn.
 
         Args:
             shards: The rows of each device.
-            number: Which of those of a device.
+            number: Which of them a device computes.
             before: For each turn before it, what each device has computed.
         """
         local: list[Shard] = []
@@ -216,17 +216,11 @@ def check_fits(count: int, replicas: int) -> None:
 
 
 def _sum_of(left: _Group, right: _Group) -> _Group:
-    """Adds what two groups of logical replicas give, of each replica on its device.
-
-    Of additions that follow each other on one device TensorFlow makes one ``AddN``, of an order of
-    its own, but for those that wait for another operation.
-    """
+    """Adds what two groups of logical replicas give, of each replica on its device."""
     sums: list[Pass] = []
     for before, result in zip(left.passes, right.passes, strict=True):
-        with tf.device(result.stats.device):
-            wait = _hidden(tf.zeros([]))
-            with tf.control_dependencies([wait]):
-                flat = _add_each(_addends(before), _addends(result))
+        with tf.device(result.stats.device), keeping_additions():
+            flat = _add_each(_addends(before), _addends(result))
         sums.append(_with_addends(result, flat)._replace(state=before.state))
     return _Group(left.size + right.size, sums)
 
