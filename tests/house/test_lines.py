@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 BUDGETS = {
     "src together": 31_400,
     "src/*": 1_385,
-    "src/_compat": 980,
+    "src/_compat": 990,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -33,8 +33,8 @@ BUDGETS = {
     "src/data": 2_345,
     "src/devices": 700,
     "src/steps": 7_930,
-    "src/strategies": 2_260,
-    "tests together": 42_950,
+    "src/strategies": 2_285,
+    "tests together": 43_050,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
