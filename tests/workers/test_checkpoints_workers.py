@@ -189,6 +189,7 @@ def test_rows_of_a_worker_are_refused_before_a_step_if_their_number_changes(
     assert [worker.wait() for worker in workers] == [1, 1]
     told = "".join(worker.printed() for worker in workers)
     assert "STEP" not in told, told
-    refusals = "DataError: The workers read different data|CheckpointError: The data differs"
+    # A worker to which the service has given no rows yet has fewer batches.
+    refusals = "DataError: The workers read different data|CheckpointError: The data (differs|has)"
     assert re.search(refusals, told), told
     del server
