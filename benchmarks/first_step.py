@@ -6,7 +6,7 @@ each replica, ours as it is without the check of the first step, and with it. ``
 optimizer that was built before, as by an earlier ``fit``, and ``--dropout`` a transformer that
 draws. CPU seconds are compared, because programs beside it slow the clock more than the processor.
 The peaks are those of the process in the first step and in those after it, above what it had
-before; ask for ``--network activations parameters``, in which these dominate, in a run of their own.
+before; ask for ``--network activations parameters``, in which these dominate, in its own run.
 """
 
 from __future__ import annotations
