@@ -133,13 +133,15 @@ class Verify(Feature):
         if not found and (self._later or is_seen):
             return call(batch)
         if not found:
-            with explaining_failures(self._strategy):
-                # It has to be traced anyway.
-                program, _ = self._step.runner.programs.of_batch(batch)
+            replicas = self._strategy.num_replicas_in_sync
             with saying_if_slow(
-                "The first step is being compared with what one device computes for some of its "
-                "rows. To leave that out, write verify=False."
+                "The first step takes longer, because TensorFlow makes a graph of your Python "
+                f"code for {replicas} replica(s), and the check computes some rows on one device",
+                "To leave the check out, write verify=False.",
             ):
+                with explaining_failures(self._strategy):
+                    # It has to be traced anyway.
+                    program, _ = self._step.runner.programs.of_batch(batch)
                 found, later = self._verified(batch, program, rows, kind)
         result = call(batch)
         self._later = later
