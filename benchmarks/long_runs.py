@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ BATCH, ROWS, MOMENTS = 16, 40, 10
 PROGRAMS = ("fit", "loop", "evaluate", "models", "workers")
 CONTENDERS = ("Keras", "tmg")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+CHIEF = '{"task": {"index": 0}}'  # As TF_CONFIG of a process without others.
 
 
 def main() -> None:
@@ -38,25 +39,31 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2000)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if asked.worker:
-        found = measure("workers", "tmg", 0, asked.epochs)
-        if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+    if asked.case:
+        program, who = asked.case
+        found = measure(program, who, asked.replicas if who == "tmg" else 1, asked.epochs)
+        if json.loads(os.environ.get("TF_CONFIG", CHIEF))["task"]["index"] == 0:
             print(json.dumps(found), flush=True)
         return
-    for program in asked.only:
+    options = ["--replicas", str(asked.replicas), "--epochs", str(asked.epochs)]
+    for program, who in itertools.product(asked.only, CONTENDERS):
+        command = [sys.executable]
         if program == "workers":
-            launch = [sys.executable, "-m", "tfmultigpu", "launch", "--workers", "2", __file__]
-            command = [*launch, "--worker", "--epochs", str(asked.epochs)]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-            continue
-        for who in CONTENDERS:
-            replicas = asked.replicas if who == "tmg" else 1
-            with get_context("spawn").Pool(1) as pool:
-                line = pool.apply(measure, (program, who, replicas, asked.epochs))
+            if who == "Keras":
+                continue
+            command += ["-m", "tfmultigpu", "launch", "--workers", "2"]
+            options = ["--replicas", "0", *options[2:]]
+        command += [__file__, "--case", program, who, *options]
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:  # Keras' fit may crash where it lets go of an iterator.
+            line = {"program": program, "who": who, "code": done.returncode}
             print(json.dumps(line), flush=True)
+        for printed in done.stdout.splitlines():
+            if "{" in printed:  # The launcher puts the number of the worker before it.
+                print(printed[printed.index("{") :], flush=True)
 
 
 def measure(program: str, who: str, replicas: int, epochs: int) -> dict[str, Any]:
