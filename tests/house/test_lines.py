@@ -16,9 +16,9 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 31_520,
+    "src together": 31_640,
     "src/*": 1_450,
-    "src/_compat": 990,
+    "src/_compat": 1_000,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -32,9 +32,9 @@ BUDGETS = {
     "src/addons/workers": 1_570,
     "src/data": 2_345,
     "src/devices": 700,
-    "src/steps": 7_930,
-    "src/strategies": 2_285,
-    "tests together": 43_150,
+    "src/steps": 8_040,
+    "src/strategies": 2_300,
+    "tests together": 43_200,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.
