@@ -16,9 +16,9 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 31_520,
+    "src together": 32_900,
     "src/*": 1_450,
-    "src/_compat": 990,
+    "src/_compat": 1_000,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
@@ -26,15 +26,15 @@ BUDGETS = {
     "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
-    "src/addons/tuning": 600,
+    "src/addons/tuning": 1_900,
     "src/addons/verification": 1_920,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
-    "src/data": 2_345,
+    "src/data": 2_450,
     "src/devices": 700,
-    "src/steps": 7_930,
-    "src/strategies": 2_285,
-    "tests together": 43_150,
+    "src/steps": 8_040,
+    "src/strategies": 2_300,
+    "tests together": 44_000,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

@@ -77,6 +77,14 @@ def graphs_inside(operation: Any) -> list[Any]:
     return [function.graph for function in functions if function is not None]
 
 
+def operations_of(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph, and of the functions that they call."""
+    for operation in graph.get_operations():
+        yield operation
+        for inside in graphs_inside(operation):
+            yield from operations_of(inside)
+
+
 def called_as_whole() -> Options:
     """Returns arguments of ``tf.function`` with which its calls stay calls.
 

@@ -1,0 +1,142 @@
+"""What ``plan_memory`` returns: bytes for each device, and what the options change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# In the order of the table. What is kept between steps comes first.
+_KEPT = ("parameters", "optimizer_state")
+_IN_STEP = ("gradients", "windows", "tables", "copies")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes of a step on one device; all but ``memory`` are exact, from shapes.
+
+    Attributes:
+        device: The name, such as ``"GPU:0"``.
+        parameters: All weights, trained or not, and the states of metrics.
+        optimizer_state: What the optimizer keeps.
+        gradients: One sum of the gradients, which is there until the update.
+        windows: Further sums of gradients, which micro-batches and logical replicas need.
+        tables: Gradients of embeddings: one row for each id.
+        copies: The largest weight that the device reads from another one, or receives.
+        memory: The memory of the device; None if it is unknown, as for CPUs.
+    """
+
+    device: str
+    parameters: int = 0
+    optimizer_state: int = 0
+    gradients: int = 0
+    windows: int = 0
+    tables: int = 0
+    copies: int = 0
+    memory: int | None = None
+
+    @property
+    def kept(self) -> int:
+        """What is there between steps."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def together(self) -> int:
+        """All that is exact."""
+        return self.kept + self.gradients + self.windows + self.tables + self.copies
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOption:
+    """What another option would change.
+
+    Attributes:
+        write: What to write, such as ``"shard_update=True"``.
+        change: The change of the fullest device in bytes; less than 0 saves.
+        devices: The bytes of each device then.
+        why: What becomes larger or smaller, in words.
+    """
+
+    write: str
+    change: int
+    devices: tuple[DeviceMemory, ...]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The memory of a train step; ``print`` it.
+
+    Attributes:
+        name: What the step is.
+        rows: The rows of the global batch.
+        rows_at_once: The rows that a device computes at one time, at most.
+        devices: The bytes of each device.
+        options: What other options change, what saves most first.
+    """
+
+    name: str
+    rows: int
+    rows_at_once: int
+    devices: tuple[DeviceMemory, ...]
+    options: tuple[MemoryOption, ...]
+
+    @property
+    def fullest(self) -> DeviceMemory:
+        """The device with the most bytes."""
+        return fullest_of(self.devices)
+
+    def option(self, write: str) -> MemoryOption:
+        """Returns one of the options.
+
+        Args:
+            write: As its attribute, such as ``"shard_update=True"``.
+
+        Raises:
+            KeyError: The plan has no such option.
+        """
+        by_write = {option.write: option for option in self.options}
+        return by_write[write]
+
+    def __str__(self) -> str:
+        """Formats a table of bytes by device, then the options."""
+        lines = [
+            f"Memory of {self.name}: {self.rows} rows, at most {self.rows_at_once} at once on a "
+            "device",
+            _line("", [each.device for each in self.devices]),
+        ]
+        for field in (*_KEPT, *_IN_STEP, "together"):
+            values = [getattr(each, field) for each in self.devices]
+            lines.append(_line(field.replace("_", " "), map(in_units, values)))
+        if any(each.memory is not None for each in self.devices):
+            known = [in_units(each.memory) for each in self.devices]
+            lines.append(_line("memory", known))
+        lines.append("Other options, on the fullest device:")
+        width = max(len(option.write) for option in self.options)
+        for option in self.options:
+            change = f"{'-' if option.change < 0 else '+'}{in_units(abs(option.change))}"
+            if not option.change:
+                change = "in words"
+            lines.append(f"  {option.write:<{width}} {change:>11}  {option.why}")
+        return "\n".join(lines)
+
+    __repr__ = __str__  # A notebook shows the table.
+
+
+def fullest_of(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+    """Returns the device with the most bytes."""
+    return max(devices, key=lambda device: device.together)
+
+
+def in_units(size: int | None) -> str:
+    """Returns bytes for a person."""
+    if size is None:
+        return "unknown"
+    value, number = float(size), 0
+    while value >= 1024 and number < len(_UNITS) - 1:
+        value, number = value / 1024, number + 1
+    return f"{value:.1f} {_UNITS[number]}" if number else f"{size} B"
+
+
+def _line(title: str, values: Sequence[str] | map[str]) -> str:
+    return f"  {title:<16}" + "".join(f"{value:>12}" for value in values)
