@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
@@ -86,12 +86,24 @@ def operations_of(graph: Any) -> Iterator[Any]:
 
 
 def called_as_whole() -> Options:
-    """Returns arguments of ``tf.function`` with which its calls stay calls.
+    """Returns arguments of ``tf.function`` with which its calls stay calls of one function.
 
-    Private: ``_noinline``, an attribute of functions that no page of TensorFlow lists. Without it
-    TensorFlow puts the operations of a function in place of each call, and optimizes each of them.
+    Private: ``_noinline`` and ``_nospecialize``, attributes of functions that no page of TensorFlow
+    lists, and the sets of ``attributes`` that say which of them ``tf.function`` takes. Without the
+    first TensorFlow puts the operations of a function in place of each call, and optimizes each of
+    them. Without the second it makes a copy for each call of which an output is not read, and
+    prepares each copy: calls on one device cost as much as those on several.
     """
-    return {"experimental_attributes": {"_noinline": True}}
+    attributes = {"_noinline": True}
+    path = "tensorflow.python.eager.polymorphic_function.attributes"
+    with suppress(ImportError):
+        module: Any = importlib.import_module(path)
+        sets = [name for name in vars(module) if name.endswith("_ALLOWLIST")]
+        for name in sets:
+            setattr(module, name, getattr(module, name) | {"_nospecialize"})
+        if sets:
+            attributes["_nospecialize"] = True
+    return {"experimental_attributes": attributes}
 
 
 @contextmanager
