@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.replicated import assign_owners
 from tfmultigpu.accumulation.targets import Target
+from tfmultigpu.addons.tuning.live_bytes import least_bytes
 from tfmultigpu.addons.tuning.memory_plan import (
     DeviceMemory,
     MemoryOption,
@@ -145,6 +146,13 @@ class _Counting:
         self._at_once = -(-self._rows // (self._setting.turns * self._setting.parts))
         spec = spec_of_rows(self._like, self._at_once)
         self._traces = [trace_one_device(part, spec) for part in step.train_steps]
+        # Gradients of several replicas, or parts, may be added as soon as they are known.
+        keeps = self._setting == _Setting(1, 1) and self._strategy.num_replicas_in_sync == 1
+        needs: list[int] = []
+        for trace in self._traces:
+            graph = trace.function.graph
+            needs.append(least_bytes(graph, graph.outputs, keeps_outputs=keeps))
+        self._least = max(needs)
         self._units: list[list[_Unit]] = []
         for number, part in enumerate(step.train_steps):
             self._units.append(self._units_of(number, part, self._traces[number]))
@@ -213,15 +221,21 @@ class _Counting:
         devices: list[DeviceMemory] = []
         for name, of_step in zip(self._devices, in_step, strict=True):
             memory = known_memory(name)
-            devices.append(
-                dataclasses.replace(
-                    of_step,
-                    parameters=parameters[name],
-                    optimizer_state=state[name],
-                    memory=None if memory is None else int(memory),
-                )
+            device = dataclasses.replace(
+                of_step,
+                parameters=parameters[name],
+                optimizer_state=state[name],
+                memory=None if memory is None else int(memory),
             )
+            devices.append(self._with_least(device))
         return tuple(devices)
+
+    def _with_least(self, device: DeviceMemory) -> DeviceMemory:
+        """Returns a device with what it needs at least, for the rows of the largest shard."""
+        # Of a table a sum has each row once, and nobody knows how many rows these are.
+        sums = 0 if device.tables else device.windows
+        in_step = max(self._least + sums, device.gradients)
+        return dataclasses.replace(device, at_least=device.kept + in_step)
 
     def _in_step(self, steps: Sequence[Sequence[_Unit]], setting: _Setting) -> list[DeviceMemory]:
         """Returns what is there in a step: of the steps of a chain, the largest of each."""

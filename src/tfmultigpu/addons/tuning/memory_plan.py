@@ -13,7 +13,7 @@ _IN_STEP = ("gradients", "windows", "tables", "copies")
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes of a step on one device; all but ``memory`` are exact, from shapes.
+    """The bytes of a step on one device; all but ``at_least`` and ``memory`` are exact.
 
     Attributes:
         device: The name, such as ``"GPU:0"``.
@@ -23,6 +23,8 @@ class DeviceMemory:
         windows: Further sums of gradients, which micro-batches and logical replicas need.
         tables: Gradients of embeddings: one row for each id.
         copies: The largest weight that the device reads from another one, or receives.
+        at_least: What the step needs at some moment, with its activations: it may need more. 0 for
+            an option, which nobody has traced.
         memory: The memory of the device; None if it is unknown, as for CPUs.
     """
 
@@ -33,6 +35,7 @@ class DeviceMemory:
     windows: int = 0
     tables: int = 0
     copies: int = 0
+    at_least: int = 0
     memory: int | None = None
 
     @property
@@ -44,6 +47,16 @@ class DeviceMemory:
     def together(self) -> int:
         """All that is exact."""
         return self.kept + self.gradients + self.windows + self.tables + self.copies
+
+    @property
+    def whatever_the_batch(self) -> int:
+        """What a step needs for sure, however few its rows are."""
+        return self.kept + self.gradients
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether the memory is known, and the step does not fit for sure."""
+        return self.memory is not None and self.at_least > self.memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +99,43 @@ class Plan:
         """The device with the most bytes."""
         return fullest_of(self.devices)
 
+    @property
+    def too_small(self) -> tuple[DeviceMemory, ...]:
+        """The devices on which the step does not fit for sure; of others nothing is known."""
+        return tuple(device for device in self.devices if device.is_too_small)
+
+    @property
+    def helping(self) -> tuple[MemoryOption, ...]:
+        """The options with which weights, state and gradients fit, what saves most first."""
+        helping: list[MemoryOption] = []
+        for option in self.options:
+            known = [device for device in option.devices if device.memory is not None]
+            fits = all(each.whatever_the_batch <= (each.memory or 0) for each in known)
+            if option.change < 0 and fits:
+                helping.append(option)
+        return tuple(helping)
+
+    @property
+    def problem(self) -> str:
+        """Why the step runs out of memory for sure, and what helps; "" if that is not known."""
+        if not self.too_small:
+            return ""
+        worst = max(self.too_small, key=lambda device: device.at_least - (device.memory or 0))
+        memory = in_units(worst.memory)
+        if worst.whatever_the_batch > (worst.memory or 0):
+            helps = ", ".join(f"{one.write} ({in_units(-one.change)} less)" for one in self.helping)
+            return (
+                f"The step does not fit on {worst.device} whatever the batch: parameters, "
+                "optimizer state and gradients are "
+                f"{in_units(worst.whatever_the_batch)} of {memory}. "
+                f"What helps: {helps or 'a smaller model, or more devices'}."
+            )
+        return (
+            f"The step will run out of memory at this batch: {self.rows_at_once} rows at once need "
+            f"at least {in_units(worst.at_least)} of {memory} on {worst.device}. Take fewer rows, "
+            "more micro_batches, or keras.remat."
+        )
+
     def option(self, write: str) -> MemoryOption:
         """Returns one of the options.
 
@@ -105,12 +155,14 @@ class Plan:
             "device",
             _line("", [each.device for each in self.devices]),
         ]
-        for field in (*_KEPT, *_IN_STEP, "together"):
+        for field in (*_KEPT, *_IN_STEP, "together", "at_least"):
             values = [getattr(each, field) for each in self.devices]
             lines.append(_line(field.replace("_", " "), map(in_units, values)))
         if any(each.memory is not None for each in self.devices):
             known = [in_units(each.memory) for each in self.devices]
             lines.append(_line("memory", known))
+        if self.problem:
+            lines.append(self.problem)
         lines.append("Other options, on the fullest device:")
         width = max(len(option.write) for option in self.options)
         for option in self.options:
