@@ -256,6 +256,47 @@ def test_the_table_and_the_wrong_step() -> None:
         tmg.plan_memory(a_step(1), BATCH).option("xla")
 
 
+def limited(monkeypatch: pytest.MonkeyPatch, mib: float, step: Any, batch: Any = BATCH) -> Any:
+    """Returns the plan of a step on devices of so much memory."""
+    name = "tfmultigpu.addons.tuning.counted_memory.known_memory"
+    monkeypatch.setattr(name, lambda device: mib * 2**20)
+    return tmg.plan_memory(step, batch)
+
+
+def test_what_cannot_fit_is_said_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = a_step(2, shard_update=False)
+    whole = tmg.plan_memory(step, BATCH)
+    assert whole.problem == ""
+    assert whole.too_small == ()
+    needed = whole.fullest.whatever_the_batch / 2**20
+    plan = limited(monkeypatch, needed * 0.9, step)
+    assert [device.device for device in plan.too_small] == ["CPU:0", "CPU:1"]
+    assert "does not fit on CPU:0 whatever the batch" in plan.problem
+    assert [one.write for one in plan.helping] == ["sharded_variables", "shard_update=True"]
+    assert "What helps: sharded_variables (" in plan.problem
+    assert plan.problem in str(plan)
+    none = limited(monkeypatch, 0.01, step)
+    assert "What helps: a smaller model, or more devices." in none.problem
+    assert limited(monkeypatch, 2 * needed, step).problem == ""
+
+
+def test_too_many_rows_are_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(256, "gelu"), layers.Dense(8)])
+    step = tmg.make_train_step(model, optimizers.SGD(), "mse", verify=False)
+
+    def plan_of(rows: int) -> Any:
+        return limited(monkeypatch, 1.0, step, (tf.ones([rows, 16]), tf.ones([rows, 8])))
+
+    few, many = plan_of(64), plan_of(4096)
+    assert few.problem == ""
+    assert few.most_rows >= many.most_rows > 64
+    for plan in (few, many):
+        larger = plan_of(plan.most_rows + 8)
+        assert larger.problem.startswith("The step will run out of memory at this batch: ")
+        assert f"{larger.rows} rows at once" in larger.problem
+    assert plan_of(many.most_rows // 2).problem == ""
+
+
 ALL = [
     *(("SGD", {"momentum": m}) for m in (0.0, 0.9)),
     *((name, {"use_ema": ema}) for name in ("Adam", "Adafactor", "Lamb") for ema in (False, True)),

@@ -144,15 +144,8 @@ class _Counting:
         self._like = tf.nest.pack_sequence_as(structure, local[0])
         # A micro-batch of a logical replica of a device.
         self._at_once = -(-self._rows // (self._setting.turns * self._setting.parts))
-        spec = spec_of_rows(self._like, self._at_once)
-        self._traces = [trace_one_device(part, spec) for part in step.train_steps]
-        # Gradients of several replicas, or parts, may be added as soon as they are known.
-        keeps = self._setting == _Setting(1, 1) and self._strategy.num_replicas_in_sync == 1
-        needs: list[int] = []
-        for trace in self._traces:
-            graph = trace.function.graph
-            needs.append(least_bytes(graph, graph.outputs, keeps_outputs=keeps))
-        self._least = max(needs)
+        self._traces = self._traced(self._at_once)
+        self._least = self._least_of(self._traces)
         self._units: list[list[_Unit]] = []
         for number, part in enumerate(step.train_steps):
             self._units.append(self._units_of(number, part, self._traces[number]))
@@ -163,8 +156,49 @@ class _Counting:
         options = [self._option(now, *other) for other in self._others()]
         options.sort(key=lambda option: option.change)
         return Plan(
-            _name_of(self._step), self._global_rows, self._at_once, now, (*options, *self._words())
+            _name_of(self._step),
+            self._global_rows,
+            self._at_once,
+            now,
+            (*options, *self._words()),
+            self._most_rows(now),
         )
+
+    # What one device computes -------------------------------------------------------------------
+
+    def _traced(self, rows: int) -> list[OneDeviceTrace]:
+        """Returns a trace of each step for so many rows at once."""
+        spec = spec_of_rows(self._like, rows)
+        return [trace_one_device(part, spec) for part in self._step.train_steps]
+
+    def _least_of(self, traces: Sequence[OneDeviceTrace]) -> int:
+        """Returns the bytes that the largest step of some traces needs at least."""
+        # Gradients of several replicas, or parts, may be added as soon as they are known.
+        keeps = self._setting == _Setting(1, 1) and self._strategy.num_replicas_in_sync == 1
+        needs: list[int] = []
+        for trace in traces:
+            graph = trace.function.graph
+            needs.append(least_bytes(graph, graph.outputs, keeps_outputs=keeps))
+        return max(needs)
+
+    def _most_rows(self, now: Sequence[DeviceMemory]) -> int | None:
+        """Returns the rows of a global batch of which more do not fit for sure."""
+        rooms = [each.memory - each.kept for each in now if each.memory is not None]
+        if not rooms or self._at_once == 1:
+            return None
+        # What an operation needs grows evenly with the rows, and the largest of all ever faster:
+        # for more rows than were traced it is at least on the line through one row and these.
+        room, of_one, rows = min(rooms), self._least_of(self._traced(1)), self._at_once
+        while True:
+            least = self._least if rows == self._at_once else self._least_of(self._traced(rows))
+            if rows == 1 or least <= of_one:
+                return None
+            at_once = int(1 + (room - of_one) * (rows - 1) / (least - of_one))
+            if at_once >= rows:
+                break
+            rows = max(at_once, 1)
+        cuts = self._setting.turns * self._setting.parts * self._strategy.num_replicas_in_sync
+        return int(at_once * cuts)
 
     # As it is -----------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class Plan:
         rows_at_once: The rows that a device computes at one time, at most.
         devices: The bytes of each device.
         options: What other options change, what saves most first.
+        most_rows: A larger global batch does not fit for sure; None if no memory is known.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Plan:
     rows_at_once: int
     devices: tuple[DeviceMemory, ...]
     options: tuple[MemoryOption, ...]
+    most_rows: int | None = None
 
     @property
     def fullest(self) -> DeviceMemory:
