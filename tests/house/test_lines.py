@@ -16,13 +16,13 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 33_300,
+    "src together": 33_450,
     "src/*": 1_385,
     "src/_compat": 990,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
-    "src/addons/diagnostics": 1_160,
+    "src/addons/diagnostics": 1_280,
     "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
+from law.memory_functions import given, part_copies, prepare
 from law.processes import pool
 from one_device import strategy_of
 
@@ -65,31 +65,6 @@ def network(*, embedding: int = 0, dense: int = 8) -> Any:
     return keras.Sequential([*first, *[layers.Dense(1024) for _ in range(dense)]])
 
 
-def taken() -> int:
-    """Returns the bytes that the allocator of all virtual CPUs has given out."""
-    for _ in range(3):
-        gc.collect()
-    return int(tf.config.experimental.get_memory_info("CPU:0")["current"])
-
-
-def holes() -> list[tf.Tensor]:
-    """Returns tensors between which small ones fit: else they would break what is free to pieces.
-
-    A piece of which more than half is asked for is given out whole, and counts whole.
-    """
-    tf.raw_ops.Empty(shape=[2**28], dtype=tf.float32)  # Memory of one piece, with one end.
-    tensors = [tf.random.uniform([4096]) for _ in range(2000)]
-    return tensors[::2]
-
-
-def part_copies() -> None:
-    """Gives each variable memory of its own: virtual CPUs share what is equal, as GPUs cannot."""
-    for each in gc.get_objects():
-        if type(each).__name__ == "ResourceVariable" and hasattr(each.handle, "numpy"):
-            with tf.device(each.device):
-                each.assign(tf.raw_ops.DeepCopy(x=each.read_value()))
-
-
 def measure(
     *,
     replicas: int,
@@ -107,8 +82,7 @@ def measure(
     x = np.ones((6, 8), "int32") if embedding else np.ones((6, 1024), "float32")
     batch = tf.constant(x), tf.ones((6, 1024))
     keras.config.set_dtype_policy(policy)
-    small = holes()
-    before = taken()
+    before = given()
     shards: Any = contextlib.nullcontext()
     if sharded:
         memory = {f"CPU:{number}": limit for number in range(replicas)} if limit else None
@@ -121,8 +95,7 @@ def measure(
     float(step(batch)["loss"])
     if step.update.owned:
         part_copies()
-    after = taken()
-    del small
+    after = given()
     keras.config.set_dtype_policy("float32")
     parts = [each for each in step.trained if "[" in each.variable.path]
     assert len(parts) == (2 if limit else 0)  # Of a divided table.
@@ -130,9 +103,10 @@ def measure(
 
 
 def measure_all() -> dict[str, tuple[int, int]]:
-    tmg.split_device("CPU:0", parts=3)
-    tf.config.threading.set_inter_op_parallelism_threads(1)  # What is free has the same order.
-    return {name: measure(**options) for name, options in CASES.items()}
+    between = prepare(3)
+    measured = {name: measure(**options) for name, options in CASES.items()}
+    del between
+    return measured
 
 
 @pytest.mark.slow
@@ -142,8 +116,8 @@ def test_what_is_kept_is_what_the_allocator_has_given_out() -> None:
     measured = worker.result(600)
     worker.end()
     assert len(measured) == len(CASES)
-    for name, (planned, given) in measured.items():
-        assert planned == pytest.approx(given, rel=0.01), name
+    for name, (planned, there) in measured.items():
+        assert planned == pytest.approx(there, rel=0.01), name
 
 
 # The options --------------------------------------------------------------------------------------
@@ -275,6 +249,17 @@ def test_what_cannot_fit_is_said_with_what_helps(monkeypatch: pytest.MonkeyPatch
     assert [one.write for one in plan.helping] == ["sharded_variables", "shard_update=True"]
     assert "What helps: sharded_variables (" in plan.problem
     assert plan.problem in str(plan)
+    for report in (tmg.explain(step, plan=plan), tmg.doctor(plan)):
+        found = {each.code: each for each in report.findings}
+        assert "does not fit on CPU:0" in found["out-of-memory"].what
+        assert found["out-of-memory"].change.startswith("What helps: sharded_variables")
+        assert found["copies"].severity == "note"
+    saved = [each.what for each in tmg.explain(step, plan=whole).findings if each.code == "copies"]
+    expected = [whole.option(each).change for each in ("sharded_variables", "shard_update=True")]
+    assert saved == [
+        f"{in_units(-change)} of {in_units(whole.fullest.together)} are copies that {name} saves."
+        for change, name in zip(expected, ("sharded_variables", "shard_update=True"), strict=True)
+    ]
     none = limited(monkeypatch, 0.01, step)
     assert "What helps: a smaller model, or more devices." in none.problem
     assert limited(monkeypatch, 2 * needed, step).problem == ""

@@ -138,6 +138,10 @@ class Plan:
             "more micro_batches, or keras.remat."
         )
 
+    def in_units(self, size: int) -> str:
+        """Returns bytes for a person, such as ``"1.5 GiB"``."""
+        return in_units(size)
+
     def option(self, write: str) -> MemoryOption:
         """Returns one of the options.
 
