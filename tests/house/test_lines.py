@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 33_450,
+    "src together": 33_600,
     "src/*": 1_385,
     "src/_compat": 990,
     "src/accumulation": 3_170,
@@ -26,7 +26,7 @@ BUDGETS = {
     "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
-    "src/addons/tuning": 2_000,
+    "src/addons/tuning": 2_150,
     "src/addons/verification": 1_900,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
@@ -34,7 +34,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 7_930,
     "src/strategies": 2_285,
-    "tests together": 44_100,
+    "tests together": 44_400,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

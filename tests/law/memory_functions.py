@@ -90,3 +90,30 @@ def measure_memory() -> dict[str, tuple[int, int]]:
     }
     del between
     return pairs
+
+
+def probed_and_measured() -> dict[str, tuple[int, int]]:
+    """Returns the peak of a step by a probe with 1/8 of its rows, and measured."""
+    between = prepare(1)
+    peaks = {}
+    for name, inner in (
+        ("dense", [layers.Dense(512, "gelu") for _ in range(4)]),
+        ("convolutions", [layers.Reshape((16, 16, 2)), layers.Conv2D(32, 3, activation="relu"),
+                          layers.BatchNormalization(), layers.Conv2D(32, 3), layers.Flatten()]),
+    ):  # fmt: skip
+        model = keras.Sequential([keras.Input((512,)), *inner, layers.Dense(8)])
+        step = tmg.make_train_step(model, keras.optimizers.Adam(), "mse", verify=False)
+        batch = tf.random.normal([512, 512]), tf.ones([512, 8])
+        weights = model.get_weights()
+        plan = tmg.plan_memory(step, batch, probe=True)
+        same = [(a == b).all() for a, b in zip(weights, model.get_weights(), strict=True)]
+        assert all(same)
+        assert int(step.optimizer.iterations) == 0
+        assert plan.peak is not None
+        step(batch)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        float(step(batch)["loss"])
+        peaks[name] = plan.peak.of(plan.rows_at_once), given("peak")
+        print(name, peaks[name], plan.peak)
+    del between
+    return peaks

@@ -15,9 +15,9 @@ MEMORY = (
         f"{KEPT}[copies]",
     ),
     broken(
-        "what is there before a step is counted as activations",
-        "        if self.is_constant or kind in _NOTHING:",
-        "        if self.is_constant:",
+        "a tensor that nothing reads any more is counted",
+        "        alive = after[value.maker] & read",
+        "        alive = after[value.maker]",
         BOUND,
     ),
 )

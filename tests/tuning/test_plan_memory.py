@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
-from law.memory_functions import given, part_copies, prepare
+from law.memory_functions import given, part_copies, prepare, probed_and_measured
 from law.processes import pool
 from one_device import strategy_of
 
@@ -280,6 +280,58 @@ def test_too_many_rows_are_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> 
         assert larger.problem.startswith("The step will run out of memory at this batch: ")
         assert f"{larger.rows} rows at once" in larger.problem
     assert plan_of(many.most_rows // 2).problem == ""
+
+
+# The probe ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_probe_expects_the_peak_of_eight_times_its_rows() -> None:
+    worker = pool().start(TF_CPU_ALLOCATOR_USE_BFC="1")
+    peaks = worker.call(probed_and_measured)
+    worker.end()
+    assert len(peaks) == 2
+    for name, (expected, measured) in peaks.items():
+        assert 0.95 * measured <= expected <= 1.15 * measured, name
+
+
+def test_the_line_through_two_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def peak(step: Any, batch: Any, devices: Any) -> int:
+        tried.append(len(batch[0]))
+        return 100_000 + 10_000 * len(batch[0]) // 2  # Of each of two devices half of the rows.
+
+    monkeypatch.setattr("tfmultigpu.addons.tuning.memory_probe.peak_of_step", peak)
+    monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "1")
+    name = "tfmultigpu.addons.tuning.counted_memory.known_memory"
+    monkeypatch.setattr(name, lambda device: 5e6)
+    step = a_step(2, shard_update=False)
+    batch = np.ones((64, 128), "float32"), np.ones((64, 256), "float32")
+    before = step.model.get_weights()
+    plan = tmg.plan_memory(step, batch, probe=True)
+    assert tried == [4, 8]
+    assert plan.peak is not None
+    assert (plan.peak.fixed, plan.peak.of_row, plan.peak.of(32)) == (100_000, 10_000, 420_000)
+    assert plan.peak.fits is not None
+    least, most = plan.peak.fits
+    assert least == 2 * 465  # (0.95 * 5e6 - 1e5) / 1e4, on each device.
+    assert most >= 2 * 515  # The bound of the plan grows by less than that for each row.
+    assert f"The largest batch that fits has {least} to {most} rows." in str(plan)
+    assert int(step.optimizer.iterations.numpy()) == 0
+    np.testing.assert_equal(step.model.get_weights(), before)
+    sizes: list[int] = []
+    tmg.find_batch_size(sizes.append, limit=replace(plan, most_rows=900))
+    assert sizes[0] == 900  # Of 930, but no more than fit for sure.
+
+
+def test_a_probe_needs_devices_that_count() -> None:
+    with pytest.raises(tmg.TfMultiGpuError, match="needs devices that count their memory"):
+        tmg.plan_memory(a_step(1), BATCH, probe=True)
+    step = a_step(2)
+    batch = next(iter(tmg.distribute_dataset(BATCH, step.strategy, batch_size=8)))
+    with pytest.raises(tmg.errors.DataError, match=r"Write plan_memory\(step"):
+        tmg.plan_memory(step, batch, probe=True)
 
 
 ALL = [

@@ -57,9 +57,11 @@ def find_batch_size(
     check_callable("try_batch", try_batch, "size", write=write)
     start = check_count("start", start)
     if isinstance(limit, Plan):
-        limit = limit.most_rows
+        peak, limit = limit.peak, limit.most_rows
         if limit is not None:  # The bound was from a half to all of what a step needs.
             start = max(3 * limit // 4, 1)
+        if peak is not None and peak.fits is not None:
+            start = max(peak.fits[0], 1)
     largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:

@@ -21,12 +21,14 @@ from tfmultigpu.addons.tuning.memory_plan import (
     Plan,
     fullest_of,
 )
+from tfmultigpu.addons.tuning.memory_probe import probe_peak
 from tfmultigpu.addons.tuning.one_device_trace import (
     OneDeviceTrace,
     spec_of_rows,
     trace_one_device,
 )
 from tfmultigpu.addons.tuning.state_shapes import bytes_of, state_of
+from tfmultigpu.addons.tuning.undone import rows_of_whole
 from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.spread import AT_LEAST, next_device, rows_of_devices
@@ -92,7 +94,7 @@ class _Setting:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
+def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = False) -> Plan:
     """Counts the bytes that a train step takes on each device, and what other options change.
 
     Nothing runs, and no GPU is needed: on ``split_device("CPU:0", parts=4)`` it plans a step for
@@ -102,13 +104,18 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
     Args:
         step: The result of ``make_train_step`` or ``chain_steps``.
         batch: A batch as ``step(batch)`` takes it.
+        probe: Whether to train on the first 1/16 and 1/8 of the batch, which must be whole, and
+            undo it: so the peak of a step is known, and between which sizes the largest batch is
+            that fits. It needs devices that count their memory, such as GPUs.
 
     Returns:
         The plan; ``print`` it.
 
     Raises:
         TypeError: ``step`` is not a train step.
-        DataError: The batch has no rows, or was distributed for another strategy.
+        DataError: The batch has no rows, or was distributed for another strategy; or for a probe
+            it is not a whole one.
+        TfMultiGpuError: A probe was asked for on devices that do not count their memory.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -128,7 +135,25 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
             entered.enter_context(lock)
         read = step.runner.batches.read(batch)
         step.runner.settle(lambda: spec_of(read))
-        return _Counting(step, read).plan()
+        counting = _Counting(step, read)
+        plan = counting.plan()
+        if not probe:
+            return plan
+        rows_of_whole("plan_memory", batch)
+        known = [each.memory for each in plan.devices if each.memory is not None]
+        whole = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        smallest = min(known, default=None)
+        names = [each.device for each in plan.devices]
+        peak = probe_peak(
+            step,
+            whole,
+            names,
+            at_once=plan.rows_at_once,
+            cuts=counting.cuts,
+            memory=smallest,
+            least_of=counting.least_of,
+        )
+        return dataclasses.replace(plan, peak=peak)
 
 
 class _Counting:
@@ -164,12 +189,23 @@ class _Counting:
             self._most_rows(now),
         )
 
+    @property
+    def cuts(self) -> int:
+        """Into how many parts all devices together cut a batch."""
+        return int(self._setting.turns * self._setting.parts * self._strategy.num_replicas_in_sync)
+
     # What one device computes -------------------------------------------------------------------
 
     def _traced(self, rows: int) -> list[OneDeviceTrace]:
         """Returns a trace of each step for so many rows at once."""
         spec = spec_of_rows(self._like, rows)
         return [trace_one_device(part, spec) for part in self._step.train_steps]
+
+    def least_of(self, rows: int) -> int:
+        """Returns what so many rows at once need at least, besides what is kept."""
+        if rows == self._at_once:
+            return self._least
+        return self._least_of(self._traced(rows))
 
     def _least_of(self, traces: Sequence[OneDeviceTrace]) -> int:
         """Returns the bytes that the largest step of some traces needs at least."""
@@ -188,17 +224,15 @@ class _Counting:
             return None
         # What an operation needs grows evenly with the rows, and the largest of all ever faster:
         # for more rows than were traced it is at least on the line through one row and these.
-        room, of_one, rows = min(rooms), self._least_of(self._traced(1)), self._at_once
+        room, of_one, rows = min(rooms), self.least_of(1), self._at_once
         while True:
-            least = self._least if rows == self._at_once else self._least_of(self._traced(rows))
+            least = self.least_of(rows)
             if rows == 1 or least <= of_one:
                 return None
             at_once = int(1 + (room - of_one) * (rows - 1) / (least - of_one))
             if at_once >= rows:
-                break
+                return int(at_once * self.cuts)
             rows = max(at_once, 1)
-        cuts = self._setting.turns * self._setting.parts * self._strategy.num_replicas_in_sync
-        return int(at_once * cuts)
 
     # As it is -----------------------------------------------------------------------------------
 

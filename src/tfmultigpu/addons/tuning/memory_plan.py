@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tfmultigpu.addons.tuning.memory_probe import MemoryPeak
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # In the order of the table. What is kept between steps comes first.
 _KEPT = ("parameters", "optimizer_state")
@@ -87,6 +89,7 @@ class Plan:
         devices: The bytes of each device.
         options: What other options change, what saves most first.
         most_rows: A larger global batch does not fit for sure; None if no memory is known.
+        peak: What a probe has measured; None without one.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Plan:
     devices: tuple[DeviceMemory, ...]
     options: tuple[MemoryOption, ...]
     most_rows: int | None = None
+    peak: MemoryPeak | None = None
 
     @property
     def fullest(self) -> DeviceMemory:
@@ -167,6 +171,12 @@ class Plan:
         if any(each.memory is not None for each in self.devices):
             known = [in_units(each.memory) for each in self.devices]
             lines.append(_line("memory", known))
+        if self.peak is not None:
+            expected = in_units(self.peak.of(self.rows_at_once))
+            lines.append(f"  Expected peak by a probe: {expected} on the fullest device.")
+            if self.peak.fits is not None:
+                least, most = self.peak.fits
+                lines.append(f"  The largest batch that fits has {least} to {most} rows.")
         if self.problem:
             lines.append(self.problem)
         lines.append("Other options, on the fullest device:")
