@@ -122,5 +122,5 @@ def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Scal
         f"{batch}{line.strip()}",
         "Compute it in parts, with the same result: make_train_step(..., micro_batches=2), or "
         "more; give a smaller device a smaller share: distribute_dataset(..., shares=...); or see "
-        "what fits: tmg.find_batch_size.",
+        "what takes the memory, tmg.plan_memory, and what fits, tmg.find_batch_size.",
     )
