@@ -63,6 +63,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_model",
         "_moments",
         "_noinline",
+        "_nospecialize",
         "_non_trainable_variables",
         "_params",
         "_read_variable_op",

@@ -16,17 +16,17 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 32_900,
+    "src together": 33_600,
     "src/*": 1_450,
     "src/_compat": 1_000,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
-    "src/addons/diagnostics": 1_160,
+    "src/addons/diagnostics": 1_280,
     "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
-    "src/addons/tuning": 1_900,
+    "src/addons/tuning": 2_150,
     "src/addons/verification": 1_920,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
@@ -34,7 +34,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 8_040,
     "src/strategies": 2_300,
-    "tests together": 44_000,
+    "tests together": 44_400,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

@@ -14,18 +14,21 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.replicated import assign_owners
 from tfmultigpu.accumulation.targets import Target
+from tfmultigpu.addons.tuning.live_bytes import least_bytes
 from tfmultigpu.addons.tuning.memory_plan import (
     DeviceMemory,
     MemoryOption,
     Plan,
     fullest_of,
 )
+from tfmultigpu.addons.tuning.memory_probe import probe_peak
 from tfmultigpu.addons.tuning.one_device_trace import (
     OneDeviceTrace,
     spec_of_rows,
     trace_one_device,
 )
 from tfmultigpu.addons.tuning.state_shapes import bytes_of, state_of
+from tfmultigpu.addons.tuning.undone import rows_of_whole
 from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.spread import AT_LEAST, next_device, rows_of_devices
@@ -91,7 +94,7 @@ class _Setting:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
+def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = False) -> Plan:
     """Counts the bytes that a train step takes on each device, and what other options change.
 
     Nothing runs, and no GPU is needed: on ``split_device("CPU:0", parts=4)`` it plans a step for
@@ -101,13 +104,18 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
     Args:
         step: The result of ``make_train_step`` or ``chain_steps``.
         batch: A batch as ``step(batch)`` takes it.
+        probe: Whether to train on the first 1/16 and 1/8 of the batch, which must be whole, and
+            undo it: so the peak of a step is known, and between which sizes the largest batch is
+            that fits. It needs devices that count their memory, such as GPUs.
 
     Returns:
         The plan; ``print`` it.
 
     Raises:
         TypeError: ``step`` is not a train step.
-        DataError: The batch has no rows, or was distributed for another strategy.
+        DataError: The batch has no rows, or was distributed for another strategy; or for a probe
+            it is not a whole one.
+        TfMultiGpuError: A probe was asked for on devices that do not count their memory.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -127,7 +135,25 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard) -> Plan:
             entered.enter_context(lock)
         read = step.runner.batches.read(batch)
         step.runner.settle(lambda: spec_of(read))
-        return _Counting(step, read).plan()
+        counting = _Counting(step, read)
+        plan = counting.plan()
+        if not probe:
+            return plan
+        rows_of_whole("plan_memory", batch)
+        known = [each.memory for each in plan.devices if each.memory is not None]
+        whole = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        smallest = min(known, default=None)
+        names = [each.device for each in plan.devices]
+        peak = probe_peak(
+            step,
+            whole,
+            names,
+            at_once=plan.rows_at_once,
+            cuts=counting.cuts,
+            memory=smallest,
+            least_of=counting.least_of,
+        )
+        return dataclasses.replace(plan, peak=peak)
 
 
 class _Counting:
@@ -143,8 +169,8 @@ class _Counting:
         self._like = tf.nest.pack_sequence_as(structure, local[0])
         # A micro-batch of a logical replica of a device.
         self._at_once = -(-self._rows // (self._setting.turns * self._setting.parts))
-        spec = spec_of_rows(self._like, self._at_once)
-        self._traces = [trace_one_device(part, spec) for part in step.train_steps]
+        self._traces = self._traced(self._at_once)
+        self._least = self._least_of(self._traces)
         self._units: list[list[_Unit]] = []
         for number, part in enumerate(step.train_steps):
             self._units.append(self._units_of(number, part, self._traces[number]))
@@ -155,8 +181,58 @@ class _Counting:
         options = [self._option(now, *other) for other in self._others()]
         options.sort(key=lambda option: option.change)
         return Plan(
-            _name_of(self._step), self._global_rows, self._at_once, now, (*options, *self._words())
+            _name_of(self._step),
+            self._global_rows,
+            self._at_once,
+            now,
+            (*options, *self._words()),
+            self._most_rows(now),
         )
+
+    @property
+    def cuts(self) -> int:
+        """Into how many parts all devices together cut a batch."""
+        return int(self._setting.turns * self._setting.parts * self._strategy.num_replicas_in_sync)
+
+    # What one device computes -------------------------------------------------------------------
+
+    def _traced(self, rows: int) -> list[OneDeviceTrace]:
+        """Returns a trace of each step for so many rows at once."""
+        spec = spec_of_rows(self._like, rows)
+        return [trace_one_device(part, spec) for part in self._step.train_steps]
+
+    def least_of(self, rows: int) -> int:
+        """Returns what so many rows at once need at least, besides what is kept."""
+        if rows == self._at_once:
+            return self._least
+        return self._least_of(self._traced(rows))
+
+    def _least_of(self, traces: Sequence[OneDeviceTrace]) -> int:
+        """Returns the bytes that the largest step of some traces needs at least."""
+        # Gradients of several replicas, or parts, may be added as soon as they are known.
+        keeps = self._setting == _Setting(1, 1) and self._strategy.num_replicas_in_sync == 1
+        needs: list[int] = []
+        for trace in traces:
+            graph = trace.function.graph
+            needs.append(least_bytes(graph, graph.outputs, keeps_outputs=keeps))
+        return max(needs)
+
+    def _most_rows(self, now: Sequence[DeviceMemory]) -> int | None:
+        """Returns the rows of a global batch of which more do not fit for sure."""
+        rooms = [each.memory - each.kept for each in now if each.memory is not None]
+        if not rooms or self._at_once == 1:
+            return None
+        # What an operation needs grows evenly with the rows, and the largest of all ever faster:
+        # for more rows than were traced it is at least on the line through one row and these.
+        room, of_one, rows = min(rooms), self.least_of(1), self._at_once
+        while True:
+            least = self.least_of(rows)
+            if rows == 1 or least <= of_one:
+                return None
+            at_once = int(1 + (room - of_one) * (rows - 1) / (least - of_one))
+            if at_once >= rows:
+                return int(at_once * self.cuts)
+            rows = max(at_once, 1)
 
     # As it is -----------------------------------------------------------------------------------
 
@@ -213,15 +289,21 @@ class _Counting:
         devices: list[DeviceMemory] = []
         for name, of_step in zip(self._devices, in_step, strict=True):
             memory = known_memory(name)
-            devices.append(
-                dataclasses.replace(
-                    of_step,
-                    parameters=parameters[name],
-                    optimizer_state=state[name],
-                    memory=None if memory is None else int(memory),
-                )
+            device = dataclasses.replace(
+                of_step,
+                parameters=parameters[name],
+                optimizer_state=state[name],
+                memory=None if memory is None else int(memory),
             )
+            devices.append(self._with_least(device))
         return tuple(devices)
+
+    def _with_least(self, device: DeviceMemory) -> DeviceMemory:
+        """Returns a device with what it needs at least, for the rows of the largest shard."""
+        # Of a table a sum has each row once, and nobody knows how many rows these are.
+        sums = 0 if device.tables else device.windows
+        in_step = max(self._least + sums, device.gradients)
+        return dataclasses.replace(device, at_least=device.kept + in_step)
 
     def _in_step(self, steps: Sequence[Sequence[_Unit]], setting: _Setting) -> list[DeviceMemory]:
         """Returns what is there in a step: of the steps of a chain, the largest of each."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tfmultigpu.addons.tuning.memory_probe import MemoryPeak
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # In the order of the table. What is kept between steps comes first.
 _KEPT = ("parameters", "optimizer_state")
@@ -13,7 +15,7 @@ _IN_STEP = ("gradients", "windows", "tables", "copies")
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes of a step on one device; all but ``memory`` are exact, from shapes.
+    """The bytes of a step on one device; all but ``at_least`` and ``memory`` are exact.
 
     Attributes:
         device: The name, such as ``"GPU:0"``.
@@ -23,6 +25,8 @@ class DeviceMemory:
         windows: Further sums of gradients, which micro-batches and logical replicas need.
         tables: Gradients of embeddings: one row for each id.
         copies: The largest weight that the device reads from another one, or receives.
+        at_least: What the step needs at some moment, with its activations: it may need more. 0 for
+            an option, which nobody has traced.
         memory: The memory of the device; None if it is unknown, as for CPUs.
     """
 
@@ -33,6 +37,7 @@ class DeviceMemory:
     windows: int = 0
     tables: int = 0
     copies: int = 0
+    at_least: int = 0
     memory: int | None = None
 
     @property
@@ -44,6 +49,16 @@ class DeviceMemory:
     def together(self) -> int:
         """All that is exact."""
         return self.kept + self.gradients + self.windows + self.tables + self.copies
+
+    @property
+    def whatever_the_batch(self) -> int:
+        """What a step needs for sure, however few its rows are."""
+        return self.kept + self.gradients
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether the memory is known, and the step does not fit for sure."""
+        return self.memory is not None and self.at_least > self.memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +88,8 @@ class Plan:
         rows_at_once: The rows that a device computes at one time, at most.
         devices: The bytes of each device.
         options: What other options change, what saves most first.
+        most_rows: A larger global batch does not fit for sure; None if no memory is known.
+        peak: What a probe has measured; None without one.
     """
 
     name: str
@@ -80,11 +97,54 @@ class Plan:
     rows_at_once: int
     devices: tuple[DeviceMemory, ...]
     options: tuple[MemoryOption, ...]
+    most_rows: int | None = None
+    peak: MemoryPeak | None = None
 
     @property
     def fullest(self) -> DeviceMemory:
         """The device with the most bytes."""
         return fullest_of(self.devices)
+
+    @property
+    def too_small(self) -> tuple[DeviceMemory, ...]:
+        """The devices on which the step does not fit for sure; of others nothing is known."""
+        return tuple(device for device in self.devices if device.is_too_small)
+
+    @property
+    def helping(self) -> tuple[MemoryOption, ...]:
+        """The options with which weights, state and gradients fit, what saves most first."""
+        helping: list[MemoryOption] = []
+        for option in self.options:
+            known = [device for device in option.devices if device.memory is not None]
+            fits = all(each.whatever_the_batch <= (each.memory or 0) for each in known)
+            if option.change < 0 and fits:
+                helping.append(option)
+        return tuple(helping)
+
+    @property
+    def problem(self) -> str:
+        """Why the step runs out of memory for sure, and what helps; "" if that is not known."""
+        if not self.too_small:
+            return ""
+        worst = max(self.too_small, key=lambda device: device.at_least - (device.memory or 0))
+        memory = in_units(worst.memory)
+        if worst.whatever_the_batch > (worst.memory or 0):
+            helps = ", ".join(f"{one.write} ({in_units(-one.change)} less)" for one in self.helping)
+            return (
+                f"The step does not fit on {worst.device} whatever the batch: parameters, "
+                "optimizer state and gradients are "
+                f"{in_units(worst.whatever_the_batch)} of {memory}. "
+                f"What helps: {helps or 'a smaller model, or more devices'}."
+            )
+        return (
+            f"The step will run out of memory at this batch: {self.rows_at_once} rows at once need "
+            f"at least {in_units(worst.at_least)} of {memory} on {worst.device}. Take fewer rows, "
+            "more micro_batches, or keras.remat."
+        )
+
+    def in_units(self, size: int) -> str:
+        """Returns bytes for a person, such as ``"1.5 GiB"``."""
+        return in_units(size)
 
     def option(self, write: str) -> MemoryOption:
         """Returns one of the options.
@@ -105,12 +165,20 @@ class Plan:
             "device",
             _line("", [each.device for each in self.devices]),
         ]
-        for field in (*_KEPT, *_IN_STEP, "together"):
+        for field in (*_KEPT, *_IN_STEP, "together", "at_least"):
             values = [getattr(each, field) for each in self.devices]
             lines.append(_line(field.replace("_", " "), map(in_units, values)))
         if any(each.memory is not None for each in self.devices):
             known = [in_units(each.memory) for each in self.devices]
             lines.append(_line("memory", known))
+        if self.peak is not None:
+            expected = in_units(self.peak.of(self.rows_at_once))
+            lines.append(f"  Expected peak by a probe: {expected} on the fullest device.")
+            if self.peak.fits is not None:
+                least, most = self.peak.fits
+                lines.append(f"  The largest batch that fits has {least} to {most} rows.")
+        if self.problem:
+            lines.append(self.problem)
         lines.append("Other options, on the fullest device:")
         width = max(len(option.write) for option in self.options)
         for option in self.options:
