@@ -47,6 +47,7 @@ SETS = {
     "d": ("bert-bfloat16-32", "gemma-bfloat16-8"),
     "e": ("remat-bfloat16-32", "transformer-float16-32", "embedding-float32-256"),
     "g": ("bits-transformer", "bits-resnet"),
+    "h": ("plan-transformer-bfloat16-32", "plan-resnet-bfloat16-256"),
 }
 FIND_GPUS = "import tensorflow as tf; print('GPUS', len(tf.config.list_physical_devices('GPU')))"
 TO_START = 300.0  # seconds: the first import of TensorFlow from a cold disk, compiling its Python

@@ -15,6 +15,7 @@ from gpu.networks import PRECISIONS, network
 __all__ = ["CASES", "Case", "measure"]
 
 ROUNDS = 3
+PLANNED_WITHIN = 0.05  # Of the peak at eight times the rows of the probe.
 SECONDS_OF_A_TURN = 2.5
 # Of the loss of the first step, relative: the same weights on the same batch.
 SAME_LOSS = {"float32": 1e-3, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
@@ -25,8 +26,8 @@ class Case:
     """One process of measuring.
 
     Attributes:
-        kind: ``"peak"``, ``"speed"``, ``"profile"``, ``"memory"``, ``"parts"``, ``"replicas"`` or
-            ``"bits"``.
+        kind: ``"peak"``, ``"speed"``, ``"profile"``, ``"memory"``, ``"plan"``, ``"parts"``,
+            ``"replicas"`` or ``"bits"``.
         network: A key of ``NETWORKS``.
         precision: A key of ``PRECISIONS``.
         rows: Of a batch.
@@ -69,6 +70,8 @@ def _cases() -> Iterator[Case]:
     for name, rows in (("transformer", 32), ("resnet", 256)):
         yield Case("speed", name, rows=rows, xla=True, contenders=all_three)
         yield Case("profile", name, rows=rows)
+    for name, rows in (("transformer", 32), ("resnet", 256)):
+        yield Case("plan", name, rows=rows)
     for parts in (2, 4):
         yield Case("replicas", rows=16, parts=parts, contenders=("by_hand", "ours"))
         yield Case("replicas", "resnet", rows=64, parts=parts, contenders=("by_hand", "ours"))
@@ -381,6 +384,43 @@ def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     return {"peaks": peaks, "rows": many, "share_of_activations": left / whole}
 
 
+def _plan(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
+    """The peak of a step, expected by ``plan_memory`` from 1/8 of its rows, and measured."""
+    if rehearse:
+        needs = "needs a GPU that TensorFlow can see: it counts the memory of GPUs only"
+        return {"status": "not run", "error": needs}
+    import keras
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
+    from gpu.loops import loss_of
+
+    tmg.enable_memory_growth()
+    of = network(case.network)
+    strategy = tmg.create_strategy("one_device")
+    with strategy.scope():
+        model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
+    step = tmg.make_train_step(model, optimizer, loss_of(), strategy, verify=False)
+    batch = of.batch(case.rows)
+    note("the probe", {})
+    plan = tmg.plan_memory(step, batch, probe=True)
+    assert plan.peak is not None
+    expected, bound = plan.peak.of(plan.rows_at_once), plan.devices[0].at_least
+    known = {"expected": expected, "bound": bound, "fits": plan.peak.fits}
+    note("a step of all rows", known)
+    step(batch)
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    float(step(batch)["loss"])
+    measured = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+    known |= {"measured": measured, "off": expected / measured - 1, "share": bound / measured}
+    problems = []
+    if abs(known["off"]) > PLANNED_WITHIN:
+        problems.append(f"the peak is {-known['off']:.1%} off what the probe expects")
+    if bound > measured:
+        problems.append(f"the bound of {bound} bytes is above the peak of {measured}")
+    return known | ({"status": "failed", "error": "; ".join(problems)} if problems else {})
+
+
 _KINDS = {
     "peak": _peak,
     "speed": _speed,
@@ -389,4 +429,5 @@ _KINDS = {
     "replicas": _replicas,
     "bits": _bits,
     "memory": _memory,
+    "plan": _plan,
 }

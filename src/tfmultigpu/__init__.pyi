@@ -42,6 +42,7 @@ from tfmultigpu.addons.tuning import (
     find_batch_size as find_batch_size,
     measured_capacities as measured_capacities,
     memory_capacities as memory_capacities,
+    plan_memory as plan_memory,
 )
 from tfmultigpu.addons.watching import watch as watch
 from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares

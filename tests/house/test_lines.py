@@ -16,25 +16,25 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 31_520,
+    "src together": 33_600,
     "src/*": 1_450,
-    "src/_compat": 990,
+    "src/_compat": 1_010,
     "src/accumulation": 3_170,
     "src/addons": 10,
     "src/addons/checkpoints": 1_270,
-    "src/addons/diagnostics": 1_160,
+    "src/addons/diagnostics": 1_280,
     "src/addons/loops": 3_350,
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
-    "src/addons/tuning": 600,
+    "src/addons/tuning": 2_150,
     "src/addons/verification": 1_920,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
-    "src/data": 2_345,
+    "src/data": 2_450,
     "src/devices": 700,
-    "src/steps": 7_930,
-    "src/strategies": 2_285,
-    "tests together": 43_150,
+    "src/steps": 8_040,
+    "src/strategies": 2_300,
+    "tests together": 44_400,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

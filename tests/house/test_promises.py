@@ -28,6 +28,7 @@ FILES = {
     "a step that raises": "test_failing_step.py",
     "a device, an address or a worker": "test_workers.py",
     "a worker that dies": "test_workers.py",
+    "[`plan_memory`]": "test_memory_before_a_run.py",
 }
 
 

@@ -256,6 +256,22 @@ def nothing_to_profile(told: Told) -> None:
     tmg.tuning.profile_step(trained, distribute(batches()), steps=2)
 
 
+@example("plan_memory takes a train step")
+def plan_of_a_model(told: Told) -> None:
+    trained = step()
+    with told(TypeError, "Received: step="):
+        tmg.plan_memory(trained.model, BATCH)
+    assert tmg.plan_memory(trained, BATCH).devices
+
+
+@example("A probe needs devices that count their memory, such as GPUs")
+def probe_of_a_cpu(told: Told) -> None:
+    trained = step()
+    with told(tmg.TfMultiGpuError):
+        tmg.plan_memory(trained, BATCH, probe=True)
+    tmg.plan_memory(trained, BATCH)
+
+
 @example("profile_step reads the data again where it ends, which an iterator cannot")
 def profile_of_an_iterator(told: Told) -> None:
     trained = step()

@@ -12,6 +12,7 @@ from foreign_mutations import FOREIGN
 from hooks_mutations import HOOKS
 from law_mutations import LAW
 from loop_mutations import LOOPS
+from memory_mutations import MEMORY
 from mutation import ROOT, Mutation
 from operations_mutations import OPERATIONS
 from programs_mutations import PROGRAMS
@@ -30,5 +31,5 @@ MUTATIONS = (
     *BITS,
     *(*LAW, *STEPS, *BLOCKS, *LOOPS, *PROCESSES, *FLOAT16, *STATE),
     *(*THREADS, *FOREIGN, *REMAT, *HOOKS, *FILES, *TESTING, *TABLES, *DIVIDED, *FIRST_STEP),
-    *(*OPERATIONS, *WORDS, *PROGRAMS),
+    *(*OPERATIONS, *WORDS, *PROGRAMS, *MEMORY),
 )

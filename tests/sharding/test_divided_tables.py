@@ -15,6 +15,7 @@ from one_device import graph_of, strategy_of, unused_strategy
 import tfmultigpu as tmg
 from tfmultigpu.addons.sharding import tables
 from tfmultigpu.addons.sharding.initial_rows import made_in_parts, makes_rows_alone
+from tfmultigpu.data.spread import rows_of_devices
 from tfmultigpu.strategies.row_parts import RowParts
 
 IDS, WIDTH = 8209, 16
@@ -47,12 +48,12 @@ def test_rows_are_divided_by_the_memory_that_is_free() -> None:
     assert rows_of(divided(2.5, 1.0)) is None
     table = tables.Weight(initializers.Zeros(), (1000, 16), tf.float32, is_table=True)
     # The third is so full that it takes none; the others end alike.
-    assert tables.rows_of_devices(table, [0, 8_000, 90_000], [72_000.0, 72_000.0, 95_000.0]) == [
+    assert rows_of_devices(table, [0, 8_000, 90_000], [72_000.0, 72_000.0, 95_000.0]) == [
         563, 437, 0
     ]  # fmt: skip
-    assert tables.rows_of_devices(table, [0, 0], None) is None
+    assert rows_of_devices(table, [0, 0], None) is None
     large = tables.Weight(initializers.Zeros(), (2**20, 20), tf.float32, is_table=True)
-    assert tables.rows_of_devices(large, [0, 0], None) == [2**19, 2**19]
+    assert rows_of_devices(large, [0, 0], None) == [2**19, 2**19]
 
 
 class Weighted(layers.Embedding):  # type: ignore[misc]

@@ -19,6 +19,26 @@ def test_without_a_limit_it_ends_somewhere() -> None:
     assert tmg.find_batch_size(lambda size: None) == 2**24
 
 
+@pytest.mark.parametrize("fits", [1, 37, 512, 767, 768, 769, 1000])
+def test_a_plan_begins_near_the_answer_and_is_never_passed(fits: int) -> None:
+    tried: list[int] = []
+
+    def try_batch(size: int) -> None:
+        tried.append(size)
+        if size > fits:
+            raise MemoryError
+
+    plan = tmg.tuning.Plan("a step", 8, 8, (), (), most_rows=1024)
+    assert tmg.find_batch_size(try_batch, limit=plan) == fits
+    assert tried[0] == 768
+    assert max(tried) <= 1024
+    assert len(tried) <= 12
+    unknown = tmg.tuning.Plan("a step", 8, 8, (), ())
+    tried.clear()
+    assert tmg.find_batch_size(try_batch, limit=unknown) == fits
+    assert tried[0] == 32
+
+
 def test_what_cannot_be_called_is_not_tried() -> None:
     with pytest.raises(TypeError, match=r"called as try_batch\(size\)\. Received: try_batch=64"):
         tmg.find_batch_size(64)  # type: ignore[arg-type]

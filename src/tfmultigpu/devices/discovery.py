@@ -112,6 +112,19 @@ def logical_to_physical() -> dict[str, str]:
     return names
 
 
+def known_memory(name: str) -> float | None:
+    """Returns the bytes of a logical device: its limit, or the memory that the driver tells."""
+    owners = logical_to_physical()
+    physical = owners.get(name, name)
+    devices = {parse_device_name(one.name): one for one in _config.list_physical_devices()}
+    limits = _config.get_logical_device_configuration(devices[physical]) or ()
+    parts = [part for part, owner in owners.items() if owner == physical]
+    if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
+        return float(limits[parts.index(name)].memory_limit) * 1024**2  # It is in MiB.
+    total = next((one.memory_total for one in list_devices() if one.name == physical), None)
+    return None if total is None or len(parts) > 1 else float(total)
+
+
 def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
     """Lists the names that strategies and `tf.device` accept; starts no device.
 

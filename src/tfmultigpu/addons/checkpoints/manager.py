@@ -18,6 +18,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
+from tfmultigpu.strategies.topology import kernels_of
 from tfmultigpu.types import Model, Optimizer
 
 _log = logging.getLogger("tfmultigpu")
@@ -143,6 +144,7 @@ class Checkpoints:
             "data": self._known,
             "owned": self._variables.is_owned,
             "fit": fit,
+            "kernels": kernels_of(self._exchange.strategy),
         }
         content = run, {**arrays, **arrays_of_fit}
         return save(self.directory, self._exchange, self.step, self.keep, content)
@@ -164,6 +166,14 @@ class Checkpoints:
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.move_to(stored.run["epoch"], stored.run["step_in_epoch"])
         self._known, self._expected = stored.run["data"], dict(stored.run["data"])
+        before, now = stored.run["kernels"], kernels_of(self._exchange.strategy)
+        if before != now:
+            _log.warning(
+                f"The checkpoint was computed by {before}, and the run goes on with {now}. "
+                "Kernels may add in another order there, so the end is equal to rounding, and not "
+                "bit for bit. For the same bits take devices of the same type, and on CPUs set "
+                "TF_NUM_INTRAOP_THREADS to one number on all machines."
+            )
         if self.data is not None:
             self.data.pass_over(self.epoch, compare=not self.step_in_epoch)
         return self._steps

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from tfmultigpu.addons.diagnostics.machine import Machine, inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
+from tfmultigpu.addons.diagnostics.planned import OfPlan, findings_of
 from tfmultigpu.addons.diagnostics.report import Report, describe_variables, redact, shown_value
 from tfmultigpu.devices.discovery import Device
 
 
-def doctor() -> Report:
+def doctor(plan: OfPlan | None = None) -> Report:
     """Reports why TensorFlow uses one GPU or none here, and which line to change.
 
     Starts no device and changes nothing. Leaves out addresses and paths, so that you can paste the
     report into an issue. Connects once to an address in ``TPU_NAME``, for four seconds at most.
     ``python -m tfmultigpu doctor`` prints the report.
+
+    Args:
+        plan: What ``plan_memory(step, batch)`` returned: then the report also says that the step
+            will run out of memory, and which copies an option saves.
 
     Returns:
         The report: findings, the most serious first, then versions, devices, variables and the
@@ -24,10 +29,10 @@ def doctor() -> Report:
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu doctor: ...
     """
-    return report_on(inspect_machine())
+    return report_on(inspect_machine(), plan)
 
 
-def report_on(machine: Machine) -> Report:
+def report_on(machine: Machine, plan: OfPlan | None = None) -> Report:
     """Returns the report on a machine; pure."""
     driver, environ = machine.driver, machine.environment
     kernels = f"CUDA {machine.cuda}, for {', '.join(machine.kernels) or 'unknown GPUs'}"
@@ -54,7 +59,7 @@ def report_on(machine: Machine) -> Report:
     }
     most = max(len(driver.gpus), len(machine.gpus), driver.cards)
     title = f"tfmultigpu doctor: {len(machine.used_gpus)} of {most} GPU(s) in use by TensorFlow"
-    return Report(title, tuple(find_causes(machine)), facts)
+    return Report(title, (*find_causes(machine), *findings_of(plan)), facts)
 
 
 def _lines_of_plan(machine: Machine) -> dict[str, str]:

@@ -15,6 +15,7 @@ from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
+from tfmultigpu.addons.diagnostics.planned import OfPlan, findings_of
 from tfmultigpu.addons.diagnostics.report import Finding, Report, redact
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.cut import check_batched
@@ -45,6 +46,8 @@ def explain(
     optimizer: Optimizer | None = None,
     dataset: Any = None,
     strategy: Strategy | None = None,
+    *,
+    plan: OfPlan | None = None,
 ) -> Report:
     """Reports why a program uses one device, with the line to change.
 
@@ -60,6 +63,8 @@ def explain(
             other data is not read.
         strategy: The strategy; None takes the current strategy, the model's, or an existing one of
             ``create_strategy``.
+        plan: What ``plan_memory(step, batch)`` returned: then the report also says that the step
+            will run out of memory, and which copies an option saves.
 
     Returns:
         The report: findings, the most serious first, then the facts behind them.
@@ -106,7 +111,7 @@ def explain(
             "copies of a weight": listed(copies),
             **_places_of_sharded(each),
         }
-    causes += _check_batch(dataset, strategy)
+    causes += [*_check_batch(dataset, strategy), *findings_of(plan)]
     findings = {str(cause): cause for cause in causes}
     replicas = strategy.num_replicas_in_sync
     if not findings:

@@ -155,6 +155,8 @@ def fit(
     """
     check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
+    if data is None:  # Keras' name of it, for arguments that were written for model.fit.
+        data = arguments.pop("x", None)  # type: ignore[typeddict-item]
     of_keras = {**arguments, "batch_size": batch_size, "epochs": epochs, "verbose": verbose}
     given = checked_arguments(of_keras)
     source = source_of("fit", data, y=y, sample_weight=given["sample_weight"])

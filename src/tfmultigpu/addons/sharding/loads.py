@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.sharding import _private
+from tfmultigpu.data.spread import AT_LEAST
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-
-AT_LEAST = 2**16
 
 
 class Limits(NamedTuple):

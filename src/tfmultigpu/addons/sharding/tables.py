@@ -22,13 +22,9 @@ from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.table_rows import LARGE
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.addons.sharding.initial_rows import made_in_parts, makes_rows_alone
-from tfmultigpu.data.shares import plan_shares
 from tfmultigpu.strategies.row_parts import RowParts
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.types import KerasLayer, KerasVariable
-
-# Bytes from which a table is divided, if nobody knows how much memory there is.
-LARGE_TABLE = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,37 +143,6 @@ def made(initial: Callable[[], Any]) -> Weight | tf.Tensor:
     finally:
         _asking.reset(token)
     return asked[0] if asked else value
-
-
-def rows_of_devices(
-    table: Weight, loads: Sequence[int], memory: Sequence[float] | None
-) -> list[int] | None:
-    """Returns how many rows each device gets; None if one device takes the whole table.
-
-    A table is divided if it would take more than half of what any device has left, or, if that is
-    not known, from 64 MiB on. Then all devices end with the same part of their memory in use, if
-    that can be.
-    """
-    free = np.subtract(memory, loads) if memory else None
-    enough = LARGE_TABLE if free is None else max(free) / 2
-    if not table.is_table or table.size <= enough or table.shape[0] < len(loads):
-        return None
-    sizes = np.asarray(memory or [1.0] * len(loads), "float64")
-    used = np.asarray(loads, "float64")
-    takes = np.ones(len(loads), bool)
-    while True:
-        # Where the devices that take rows would all end.
-        level = (table.size + used[takes].sum()) / sizes[takes].sum()
-        shares = np.where(takes, level * sizes - used, 0.0)
-        if (shares >= 0).all():
-            break
-        takes &= shares > 0
-    chosen = np.flatnonzero(shares > 0)
-    rows = [0] * len(loads)
-    planned = plan_shares(table.shape[0], [float(share) for share in shares[chosen]])
-    for number, count in zip(chosen, planned, strict=True):
-        rows[number] = count
-    return rows
 
 
 def part_in_words(number: int, count: int, name: str) -> str:

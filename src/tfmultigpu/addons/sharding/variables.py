@@ -16,10 +16,11 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import lock_of, wrap_for_good
 from tfmultigpu.addons.sharding import _private, tables
-from tfmultigpu.addons.sharding.loads import AT_LEAST, Limits, Loads
+from tfmultigpu.addons.sharding.loads import Limits, Loads
 from tfmultigpu.addons.sharding.reads import ShardedReads
 from tfmultigpu.arguments import brief, check_count
-from tfmultigpu.devices.discovery import list_devices, logical_to_physical
+from tfmultigpu.data.spread import AT_LEAST, next_device, rows_of_devices
+from tfmultigpu.devices.discovery import known_memory
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.attached import attached
@@ -149,7 +150,7 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         if table.size < limits.at_least:
             return None
         with loads.lock:
-            rows = tables.rows_of_devices(table, loads.bytes, limits.memory)
+            rows = rows_of_devices(table, loads.bytes, limits.memory)
             if rows is None:
                 return None
             _check_alike(strategy, name, table)
@@ -283,20 +284,13 @@ def _on_device(*args: Any, trainable: bool, part: str = "") -> Any:
     return _private.variable_on_device(*args, trainable=trainable, check_write=check)
 
 
-def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:
-    """Returns the number of the device that has the smallest part of its memory in use then."""
-    sizes = memory or (1.0,) * len(loads)
-    used = [(load + size) / of for load, of in zip(loads, sizes, strict=True)]
-    return used.index(min(used))
-
-
 def memory_of_devices(
     devices: Sequence[str], memory: Mapping[str, float] | None
 ) -> tuple[float, ...] | None:
     """Returns the bytes of each device: those given, else those known; None if one is not known."""
     names = [parse_device_name(device) for device in devices]
     if memory is None:
-        known = [_known_memory(name) for name in names]
+        known = [known_memory(name) for name in names]
         return None if None in known else tuple(float(one) for one in known if one is not None)
     given = {parse_device_name(name): float(size) for name, size in memory.items()}
     if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
@@ -305,17 +299,3 @@ def memory_of_devices(
             f"memory={brief(memory)} for {', '.join(names)}",
         )
     return tuple(given[name] for name in names)
-
-
-def _known_memory(name: str) -> float | None:
-    """Returns the bytes of a logical device: its limit, or the memory that the driver tells."""
-    owners = logical_to_physical()
-    physical = owners.get(name, name)
-    config: Any = tf.config
-    devices = {parse_device_name(one.name): one for one in config.list_physical_devices()}
-    limits = config.get_logical_device_configuration(devices[physical]) or ()
-    parts = [part for part, owner in owners.items() if owner == physical]
-    if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
-        return float(limits[parts.index(name)].memory_limit) * 1024**2  # It is in MiB.
-    total = next((one.memory_total for one in list_devices() if one.name == physical), None)
-    return None if total is None or len(parts) > 1 else float(total)

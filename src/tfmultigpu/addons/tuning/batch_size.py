@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfmultigpu.addons.tuning.memory_plan import Plan
 from tfmultigpu.arguments import check_callable, check_count
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.steps.failures import line_on_memory
@@ -17,7 +18,7 @@ _LARGEST = 2**24
 
 
 def find_batch_size(
-    try_batch: Callable[[int], object], *, start: int = 32, limit: int | None = None
+    try_batch: Callable[[int], object], *, start: int = 32, limit: int | Plan | None = None
 ) -> int:
     """Finds the largest batch size that fits: doubles until out of memory, then bisects.
 
@@ -31,7 +32,9 @@ def find_batch_size(
             ``MemoryError`` and TensorFlow's out-of-memory errors say that the batch is too large;
             other errors are raised.
         start: The first size to try, at least 1.
-        limit: The largest size to try; None: 2**24. Give one on a CPU, which has no limit.
+        limit: The largest size to try; None: 2**24. Give one on a CPU, which has no limit. Of
+            ``plan_memory(step, batch)`` no size is tried that does not fit for sure, and the first
+            one is near the answer, if the memory of a device is known.
 
     Returns:
         The largest size that ran.
@@ -53,6 +56,12 @@ def find_batch_size(
     write = "def try_batch(size), which trains a step on a batch of that many examples."
     check_callable("try_batch", try_batch, "size", write=write)
     start = check_count("start", start)
+    if isinstance(limit, Plan):
+        peak, limit = limit.peak, limit.most_rows
+        if limit is not None:  # The bound was from a half to all of what a step needs.
+            start = max(3 * limit // 4, 1)
+        if peak is not None and peak.fits is not None:
+            start = max(peak.fits[0], 1)
     largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:

@@ -6,17 +6,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-import tensorflow as tf
-
-from tfmultigpu import _compat
+from tfmultigpu.addons.tuning.undone import rows_of_whole, undoing
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.strategies.row_parts import copies_of
-from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.types import KerasVariable, Shard
+from tfmultigpu.types import Shard
 
 
 def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> tuple[float, ...]:
@@ -56,14 +52,7 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return (1.0,)
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    if not leaves or not all(len(getattr(leaf, "shape", ())) for leaf in leaves):
-        raise DataError(
-            "batch must be a whole global batch of arrays or tensors, not yet divided.",
-            ", ".join(sorted({type(leaf).__name__ for leaf in leaves})),
-            "Write measured_capacities(step, (x[:256], y[:256])).",
-        )
-    examples = int(leaves[0].shape[0])
+    examples = rows_of_whole("measured_capacities", batch)
     if examples < 4 * replicas:
         raise DataError(
             "The batch is too small to measure speeds.",
@@ -84,17 +73,8 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
         shares[replica] = most
         cuts.append(distribute_dataset(batch, strategy, batch_size=examples, shares=shares))
     shards = [next(iter(cut)) for cut in cuts]
-    # Each copy by itself: replicas may have statistics of their own.
-    copies: list[tf.Variable] = []
-    for variable in _changed_by(step):
-        copies += copies_of(strategy, variable)
-    before = [copy.numpy() for copy in copies]
-    with step.runner.touched.putting_back_tables():
-        try:
-            times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
-        finally:
-            for copy, value in zip(copies, before, strict=True):
-                copy.assign(value)
+    with undoing(step, [step]):
+        times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
     told = WorkerExchange(strategy).floats("seconds of capacities", times)
     least, *longest = told.mean(axis=0).tolist()
     # ``least`` is the fixed cost and one example of the slowest replica.
@@ -124,16 +104,3 @@ def _fastest_times(
             if turn > 0:  # The first compiles.
                 fastest[place] = min(fastest[place], seconds)
     return fastest
-
-
-def _changed_by(step: TrainStep) -> list[KerasVariable]:
-    """Returns the variables that a step may change, TensorFlow's in layers included."""
-    changed: list[KerasVariable] = [*step.changed_variables()]
-    for metric in step.metrics:
-        changed += metric.variables
-    for layer in all_layers(step.model):
-        changed += [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
-    seeds = _compat.global_seeds()
-    if seeds is not None:
-        changed.append(seeds.state)
-    return changed
