@@ -68,9 +68,10 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def said() -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each message."""
+    """Yields the place and the text of each message, but for words that a promise holds."""
     for message in messages():
-        yield f"{message.file}:{message.line}", message.text.replace(VALUE, "value")
+        text = message.text.replace(VALUE, "value")
+        yield f"{message.file}:{message.line}", text.removeprefix("The accumulator was created")
 
 
 def tics_in(texts: Iterator[tuple[str, str]]) -> list[str]:

@@ -48,7 +48,7 @@ def accumulator_of_another_scope(told: Told) -> None:
     strategy_of(3).run(accumulator.add, args=(ZEROS, 1.0))
 
 
-@example("The window was created outside the scope of the strategy")
+@example("The accumulator was created outside the scope of the strategy")
 def accumulator_outside_the_scope(told: Told) -> None:
     strategy, variables = strategy_of(2), made().trainable_variables
     with told(

@@ -358,7 +358,7 @@ def _check_entered(variables: Sequence[KerasVariable]) -> None:
     strategy = getattr(inner, "distribute_strategy", None)
     if strategy is not None and not tf.distribute.has_strategy():
         raise ScopeError(
-            "The window was created outside the scope of the strategy of its variables.",
+            "The accumulator was created outside the scope of the strategy of its variables.",
             f"{inner.name!r} on {describe(strategy)}, and no scope",
             "Its sums live on the replicas, too:\n"
             "    with strategy.scope():\n"
