@@ -116,7 +116,7 @@ def measure(name: str, replicas: int, before: str, steps: int) -> float:
 
     def capacities() -> None:
         with contextlib.suppress(tmg.TfMultiGpuError):  # Of a machine too busy to measure.
-            tmg.measured_capacities(step, (x, y), repeats=1)
+            tmg.tuning.measured_capacities(step, (x, y), repeats=1)
 
     ran: dict[str, Callable[[], Any]] = {
         "evaluate": lambda: tmg.evaluate(model, (x, y), batch_size=BATCH, verbose=0, verify=verify),

@@ -49,8 +49,8 @@ def measure_pair(slower: int, rounds: int) -> dict[str, Any]:
         rng.normal(size=(ROWS, 1)).astype("float32"),
     )
     step(batch)
-    speeds = tmg.measured_capacities(step, batch, repeats=3)
-    shares = tmg.plan_shares(ROWS, speeds)
+    speeds = tmg.tuning.measured_capacities(step, batch, repeats=3)
+    shares = tmg.data.plan_shares(ROWS, speeds)
     cuts = {
         "fast_alone": (ROWS - 1, 1),
         "slow_alone": (1, ROWS - 1),

@@ -42,8 +42,8 @@ gpus = tmg.devices.list_logical_devices("GPU")
 devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
 strategy = tmg.create_strategy(devices=devices)
 reference = train(tmg.create_strategy(devices=devices[:1]))
-shares = tmg.plan_shares(64, memory_of(devices))  # 48 and 16 rows of 64
-alike = tmg.plan_shares(64, [1] * len(devices))  # as fast as each other ...
+shares = tmg.data.plan_shares(64, memory_of(devices))  # 48 and 16 rows of 64
+alike = tmg.data.plan_shares(64, [1] * len(devices))  # as fast as each other ...
 parts = max(-(-rows // holds) for rows, holds in zip(alike, shares, strict=True))  # ... in parts
 differences = []
 for cut in ((shares, 1), (alike, parts)):

@@ -63,6 +63,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_model",
         "_moments",
         "_noinline",
+        "_nospecialize",
         "_non_trainable_variables",
         "_params",
         "_read_variable_op",
@@ -671,11 +672,27 @@ def test_what_loops_and_branches_do_is_seen():
     )
 
 
-# Fails if TensorFlow no longer takes, or keeps, the attribute by which a call stays a call.
+# Fails if what is in a loop or a branch is passed over.
+def test_operations_are_found_inside_of_others():
+    @tf.function
+    def program(x):
+        for _ in tf.range(2):
+            x += tf.random.uniform([])
+        return x
+
+    graph = program.get_concrete_function(tf.TensorSpec([])).graph
+    outside = {operation.type for operation in graph.get_operations()}
+    kinds = [operation.type for operation in _compat.operations_of(graph)]
+    assert "RandomUniform" not in outside
+    assert kinds.count("RandomUniform") == 1
+
+
+# Fails if TensorFlow no longer takes, or keeps, the attributes by which calls stay calls of one.
 def test_a_function_can_be_kept_whole():
     whole = tf.function(lambda x: x + 1.0, autograph=False, **_compat.called_as_whole())
     definition = whole.get_concrete_function(tf.TensorSpec([])).function_def
     assert definition.attr["_noinline"].b
+    assert definition.attr["_nospecialize"].b
 
 
 # Fails if TensorFlow rewrites the graph all the same, or is left with other options.

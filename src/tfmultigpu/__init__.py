@@ -2,7 +2,8 @@
 
 The public names are in ``__init__.pyi``, for type checkers and editors too; the packages hold the
 rest, such as ``tfmultigpu.devices.logical_to_physical``. A name is loaded when it is first used, so
-importing the package costs milliseconds. ``dir`` leaves errors to ``tfmultigpu.errors``.
+importing the package costs milliseconds. ``dir`` shows what most programs write; it leaves errors
+to ``tfmultigpu.errors``, and the names of few programs to their packages.
 """
 
 import ast as _ast
@@ -18,8 +19,15 @@ _MODULES = {
     if isinstance(node, _ast.ImportFrom) and node.module
     for alias in node.names
 }
-_UNLISTED = {"tfmultigpu.errors", "tfmultigpu._version"}
-__all__ = sorted(name for name, module in _MODULES.items() if module not in _UNLISTED)
+_UNLISTED_MODULES = {"tfmultigpu.errors", "tfmultigpu._version", "tfmultigpu.addons.tuning"}
+# Few programs need them; their packages list them. All of three packages is here without them.
+_UNLISTED = {"apply_reduced_gradients", "clip_gradients", "global_mean", "limit_memory"}
+_UNLISTED |= {"plan_shares", "checkpoints", "loops", "watching"}
+__all__ = sorted(
+    name
+    for name, module in _MODULES.items()
+    if module not in _UNLISTED_MODULES and name not in _UNLISTED
+)
 
 
 def __getattr__(name: str) -> Any:

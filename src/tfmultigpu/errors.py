@@ -74,7 +74,7 @@ class ScopeError(TfMultiGpuError, ValueError):
 
 
 class DataError(TfMultiGpuError, ValueError):
-    """The data cannot be distributed as it is, or not into the requested shares."""
+    """The data cannot be distributed as it is, or not by the requested shares."""
 
 
 class LossError(TfMultiGpuError, ValueError):

@@ -360,7 +360,7 @@ def test_the_sum_of_a_pair_is_no_weight():
         gradients, pair = differentiated(x, variables, lambda pair: pair.sum)
         window.add(gradients, pair.sum)
 
-    with pytest.raises(TypeError, match=r"weight=pair\.sum\. Write accumulator\.add"):
+    with pytest.raises(TypeError, match=r"weight=pair\.sum\. Write window\.add"):
         trains_by_hand(2, add, apply)
 
 

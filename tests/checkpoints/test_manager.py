@@ -220,3 +220,26 @@ def test_names_that_keras_counts_in_a_process_do_not_matter(tmp_path: Path) -> N
 
     tmg.Checkpoints(tmp_path, make("block_1", "block_2")).save()
     assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0
+
+
+# Fails if a run goes on with kernels that may add in another order, and nobody is told.
+def test_other_kernels_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resumed() -> str:
+        with strategy_of(2).scope():
+            model, optimizer = network(4, keras.layers.Dense(1)), keras.optimizers.SGD()
+        step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), verify=False)
+        checkpoints = tmg.Checkpoints(tmp_path, train_step=step)
+        caplog.clear()
+        checkpoints.restore()
+        step((X, Y))
+        checkpoints.after_step()
+        checkpoints.save()
+        return caplog.text
+
+    assert "computed by" not in resumed() + resumed()
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "97")
+    told = re.search(r"computed by CPU with \d+ threads, and .* CPU with 97 threads", resumed())
+    assert told is not None
+    assert "computed by" not in resumed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import namedtuple
@@ -278,3 +279,15 @@ def test_a_closed_iterator_ends_its_generator(shards: int, prefetch: bool) -> No
 def test_what_is_refused(make: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(tmg.errors.DataError, match=said):
         to_dataset(make(), **options)
+
+
+# Fails if TensorFlow warns of options that this library sets twice, which says nothing to a user.
+def test_a_pass_that_is_left_ends_without_a_word_of_tensorflow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = tmg.distribute_dataset((np.ones((5, 2)), np.ones((5, 1))), batch_size=2)
+    with caplog.at_level(logging.WARNING):
+        iterator = iter(data)
+        next(iterator)
+        iterator.close()
+    assert not caplog.records

@@ -50,15 +50,12 @@ class Held:
 RECIPES: list[Held] = []
 # What the pages define and do not call a recipe: what is wrong on purpose, and where it is held.
 OTHERS = {
-    ("coupled-losses", "forgotten"): "wrong on purpose: the page asserts the warning",
-    ("coupled-losses", "wrong"): "wrong on purpose: the page asserts the warning",
     ("own-features", "train"): "uses the recipe GradientNoise",
     (
         "same-bits",
         "train",
     ): "compares its hashes itself; tests/promises/test_same_bits.py holds them",
     ("watch", "batches"): "is slow on purpose; tests/watching holds what is said",
-    ("steps", "LargestError"): "wrong on purpose: the page shows the warning",
     ("loops", "fit"): "the lines for KerasTuner, which is not installed here",
     ("contributing/steps", "train"): "threads are held in tests/promises/test_threads.py",
     (
@@ -69,14 +66,14 @@ OTHERS = {
     ("testing", "train"): "the page holds it to one device itself",
     ("testing", "test_my_model_trains_on_any_number_of_replicas"): "as above",
     ("testing", "test_my_loop_trains_on_any_number_of_replicas"): "as above",
-    ("data", "read"): "reads what augment gets, by numbers: tests/data/test_preprocessing.py",
+    ("contributing/data", "read"): "by numbers: tests/data/test_preprocessing.py",
     ("contributing/data", "write"): "writes the files of the page",
     ("contributing/data", "decode"): "decodes; seeds of rows: tests/data/test_preprocessing.py",
     ("checkpoints", "build"): "resumed runs are held in tests/promises/test_resume.py",
     ("checkpoints", "read"): "as above",
     ("checkpoints", "train"): "as above",
-    ("checkpoints", "Teacher"): "as above",
-    ("unequal-gpus", "try_batch"): "measures, and trains nothing that is kept",
+    ("contributing/checkpoints", "Teacher"): "as above",
+    ("contributing/unequal-gpus", "try_batch"): "measures, and trains nothing that is kept",
     ("speed", "build"): "is measured, and has no result",
     ("start", "build"): "the page holds it to one device itself",
 }
@@ -220,9 +217,11 @@ def simclr() -> None:
     )
 
 
-@recipe("coupled-losses", "circle", to="keras.losses.Circle under Keras' fit and evaluate")
+@recipe(
+    "contributing/coupled-losses", "circle", to="keras.losses.Circle under Keras' fit and evaluate"
+)
 def circle() -> None:
-    page_loss = whole("coupled-losses")["circle"]
+    page_loss = whole("contributing/coupled-losses")["circle"]
     (x,) = arrays(17, 5)
     y = np.arange(17) % 5 % 3
 
@@ -234,7 +233,11 @@ def circle() -> None:
     hold_fit(build, page_loss, keras.losses.Circle(gamma=80), x, y)
 
 
-@recipe("coupled-losses", "batch_dice", to="the same number of the whole batch under Keras' fit")
+@recipe(
+    "contributing/coupled-losses",
+    "batch_dice",
+    to="the same number of the whole batch under Keras' fit",
+)
 def dice() -> None:
     (images,) = arrays(17, 36)
     images = images.reshape(17, 6, 6, 1)
@@ -253,13 +256,17 @@ def dice() -> None:
         both = tf.reduce_sum(y_true * y_pred)
         return 1 - 2 * both / (tf.reduce_sum(y_true) + tf.reduce_sum(y_pred) + 1e-6)
 
-    hold_fit(build, whole("coupled-losses")["batch_dice"], of_all, images, images > 0.5)
+    hold_fit(
+        build, whole("contributing/coupled-losses")["batch_dice"], of_all, images, images > 0.5
+    )
 
 
-@recipe("coupled-losses", "LoadBalance", to="Keras' fit of the same layer on one device")
+@recipe(
+    "contributing/coupled-losses", "LoadBalance", to="Keras' fit of the same layer on one device"
+)
 def load_balance() -> None:
     x, y = arrays(17, 8, 1)
-    layer = whole("coupled-losses")["LoadBalance"]
+    layer = whole("contributing/coupled-losses")["LoadBalance"]
 
     def build() -> Any:
         return keras.Sequential(
@@ -443,25 +450,32 @@ def by_hand_float16() -> None:
 
 
 @recipe(
-    "by-hand", "contrast", "compared", "train_compared", "update_with_penalty",
-    to="a tape on all 10 rows: each row against all rows, and a penalty",
+    "contributing/coupled-losses", "contrast", "compared", "train_compared",
+    to="a tape on all 10 rows: each row against all rows",
 )  # fmt: skip
-def by_hand_compared_rows_and_a_penalty() -> None:
-    page = Page("by-hand")
-    scope = page.until("update_if_finite")
+def by_hand_compared_rows() -> None:
+    page = Page("contributing/coupled-losses")
+    scope = page.until("window = tmg.GradientAccumulator")
     model, optimizer = by_hand_model(scope)
-    rows = scope["x"], scope["y"]
 
     def against_all(model: Any, batch: Any) -> Any:
         outputs = model(batch[0])
         return tf.reduce_mean(tf.abs(outputs - tf.transpose(outputs)))
 
-    plain(model, optimizer, against_all, [rows])
+    plain(model, optimizer, against_all, [(scope["x"], scope["y"])])
     page.until("train_compared(iterator)")
     equal(scope["model"].get_weights(), model.get_weights())
+
+
+@recipe("by-hand", "update_with_penalty", to="a tape on all 10 rows, and a penalty")
+def by_hand_penalty() -> None:
+    page = Page("by-hand")
+    scope = page.until("update_if_finite")
+    model, optimizer = by_hand_model(scope)
     with tf.GradientTape() as tape:
         kernel = model.trainable_variables[0]
-        value = squared(model, rows) + 0.01 * tf.reduce_sum(tf.square(kernel))
+        value = squared(model, (scope["x"], scope["y"]))
+        value += 0.01 * tf.reduce_sum(tf.square(kernel))
     gradients = tape.gradient(value, model.trainable_variables)
     gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
     optimizer.apply(gradients, model.trainable_variables)
@@ -588,9 +602,11 @@ def steps() -> None:
     equal(scope["model"].get_weights(), model.get_weights())
 
 
-@recipe("steps", "forward", to="the weighted mean by a tape, in four micro-batches")
+@recipe(
+    "contributing/own-steps", "forward", to="the weighted mean by a tape, in four micro-batches"
+)
 def weighted_forward() -> None:
-    forward = whole("steps")["forward"]
+    forward = whole("contributing/own-steps")["forward"]
 
     def loss(model: Any, batch: Any) -> Any:
         x, y = batch
@@ -675,9 +691,9 @@ def fit_forward() -> None:
     )
 
 
-@recipe("loops", "on_all_rows", to="compute_loss of the whole batch, on one device")
+@recipe("contributing/loops", "on_all_rows", to="compute_loss of the whole batch, on one device")
 def loss_of_another_package() -> None:
-    forward = whole("loops")["on_all_rows"]
+    forward = whole("contributing/loops")["on_all_rows"]
 
     class Retrieval(keras.Model):
         def __init__(self) -> None:
@@ -720,12 +736,9 @@ def sharded() -> None:
     equal(model.get_weights(), alone.get_weights())
 
 
-@recipe("sharded-variables", "blocks", to="a tape, without placement")
+@recipe("contributing/sharded-variables", "blocks", to="a tape, without placement")
 def layers_by_hand() -> None:
-    last = Page("sharded-variables")
-    last.blocks = last.blocks[-1:]
-    last.scope.update(keras=keras, np=np, tmg=tmg)
-    page = last.until("def blocks()")
+    page = whole("contributing/sharded-variables")
     batches = cut(arrays(11, 8, 1), (6, 5))
     expected = plain(built(mlp_of_blocks), keras.optimizers.SGD(0.1), squared, batches)
     model = built(page["blocks"])

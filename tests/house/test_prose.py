@@ -29,6 +29,13 @@ TICS = {
     r"\b[Ee]lsewhere is\b": "name the actor: Creating it anywhere else raises",
     r"\bwhoever\b|\b(?:for|by|to) who\b|: who drops\b|\bWho divides\b": "name the actor",
     r"\bof one's own\b": "your own",
+    # One word for each thing: docs/glossary.md.
+    r"\b[Aa]ccumulators?\b": "window",
+    r"\bsharded (?:updates?|optimizers?)\b|\bshards? (?:the|an) update\b": "update by owners",
+    r"\bshar(?:ed|ing) (?:of )?the update\b": "update by owners",
+    r"\bsharded datasets?\b": "distributed dataset: a dataset is cut into shards",
+    r"\b[Ss]hares? of (?:the |its |their )?(?:rows?|batch(?:es)?|examples?)\b": "shard",
+    r"\b(?:its|their|each|smaller|larger) share\b": "shard, or fewer rows",
 }
 
 
@@ -103,6 +110,8 @@ def test_messages_are_plain() -> None:
         ("there is no `x`, there is none, and the device is no longer there", 0),
         ("A sum over replicas is no mean.", 1),
         ("Its loss is none.", 1),
+        ("Create the accumulator; give it its share of the rows.", 3),
+        ("A `GradientAccumulator` adds; `shares=` are numbers. The sharded update.", 1),
     ],
 )
 def test_habits_are_found(text: str, count: int) -> None:

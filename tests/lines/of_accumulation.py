@@ -39,7 +39,7 @@ def gradient_in_replicas(loss: Any, model: Any = None, strategy: Any = None) -> 
     return tf.function(lambda: strategy.run(replica), autograph=False)()
 
 
-@example("The accumulator was created in another scope")
+@example("The window was created in another scope")
 def accumulator_of_another_scope(told: Told) -> None:
     accumulator = window(made().trainable_variables)
     with told():
@@ -48,7 +48,7 @@ def accumulator_of_another_scope(told: Told) -> None:
     strategy_of(3).run(accumulator.add, args=(ZEROS, 1.0))
 
 
-@example("The accumulator was created outside the scope of the strategy")
+@example("The window was created outside the scope of the strategy")
 def accumulator_outside_the_scope(told: Told) -> None:
     strategy, variables = strategy_of(2), made().trainable_variables
     with told(
@@ -81,9 +81,7 @@ def add_without_a_weight(told: Told) -> None:
     strategy, variables = strategy_of(2), (model := made()).trainable_variables
     accumulator = window(variables)
     for wrong in ((), ("mean",)):
-        with told(
-            TypeError, r"Received: weight=.*Write accumulator\.add\(gradients, weight=pair\)"
-        ):
+        with told(TypeError, r"Received: weight=.*Write window\.add\(gradients, weight=pair\)"):
             strategy.run(accumulator.add, args=(ZEROS, *wrong))
 
     def replica() -> None:
@@ -112,7 +110,7 @@ def two_kinds_of_weights(told: Told) -> None:
         second.add(ZEROS, tmg.loss_sum("mse", Y, Y).weight)
 
     accumulator = window(variables)
-    with told(tmg.TfMultiGpuError, "both in one accumulator"):
+    with told(tmg.TfMultiGpuError, "both in one window"):
         strategy_of(2).run(replica, args=(accumulator, accumulator))
     strategy_of(2).run(replica, args=(window(variables), window(variables)))
 
@@ -351,7 +349,7 @@ def gradients_in_another_order(told: Told) -> None:
     strategy_of(2).run(add, args=(accumulator.variables,))
 
 
-@example("The losses of one accumulator need one loss scale")
+@example("The losses of one window need one loss scale")
 def one_of_two_losses_scaled(told: Told) -> None:
     def two_losses(target_of: Any) -> Any:
         def first(pair: Any, outputs: Any, hand: Hand) -> Any:
@@ -363,7 +361,7 @@ def one_of_two_losses_scaled(told: Told) -> None:
 
         return first
 
-    wrong(told, "both in one accumulator", two_losses(sum_of), apply_scaled)
+    wrong(told, "both in one window", two_losses(sum_of), apply_scaled)
     right(two_losses(scaled), apply_scaled)
 
 

@@ -212,10 +212,10 @@ def fit_in_a_function(told: Told) -> None:
     trained(batch)
 
 
-@example("fit, evaluate and predict take one data argument")
-def data_twice(told: Told) -> None:
-    with told(TypeError, r"Received: data beside x\. Write tmg\.evaluate\("):
-        tmg.evaluate(fitted(), (X, Y), x=X)
+@example(" needs data. Received: none")
+def no_data(told: Told) -> None:
+    with told(TypeError, r"evaluate needs data\. .* Write tmg\.evaluate\(model, data\)"):
+        tmg.evaluate(fitted())
     tmg.evaluate(fitted(), (X, Y), verbose=0)
 
 

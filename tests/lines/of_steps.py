@@ -121,6 +121,9 @@ def stateful(told: Told) -> None:
     alone = tmg.create_strategy(devices=1)
     with alone.scope():
         model, optimizer = build(stateful=True), keras.optimizers.SGD()
+    for parts in ({"micro_batches": 2}, {"logical_replicas": 4}):
+        with told(tmg.ScopeError, "batches in .* parts"):
+            tmg.make_train_step(model, optimizer, "mse", alone, **parts)(sequences)
     tmg.make_train_step(model, optimizer, "mse", alone, verify=False)(sequences)
 
 

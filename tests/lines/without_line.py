@@ -29,6 +29,8 @@ WITHOUT = {
     "The variables do not fit on the devices": "needs devices whose memory is known",
     "Kernels of a GPU may add in any order": "needs a GPU; "
     "tests/steps/test_logical_replicas.py has a strategy that names one",
+    "The bits of a logical replica depend on the worker": "needs two machines that are not alike; "
+    "tests/steps/test_logical_replicas.py has workers that say so",
     "A replica failed on one of these batches": "TensorFlow loses an error by chance, where "
     "no batch is kept: tests/steps/test_traced_once.py makes the mistake and accepts both",
     # What no user sees by itself.

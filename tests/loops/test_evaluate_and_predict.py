@@ -68,7 +68,7 @@ def test_lists_are_those_of_keras(replicas: int) -> None:
     assert len(values) == 6
     assert values == pytest.approx(expected, rel=1e-5)
     model, truth = pair(replicas, classifier, lambda: {"loss": LOSS})
-    value = tmg.evaluate(model, x=X, y=KIND, sample_weight=WEIGHT)
+    value = tmg.evaluate(model, X, KIND, sample_weight=WEIGHT)
     assert value == pytest.approx(in_one_batch(truth, X, KIND, WEIGHT)["loss"], rel=1e-5)
     names = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
     model, truth = pair(replicas, classifier, lambda: {"loss": LOSS, **names})
@@ -140,7 +140,7 @@ def test_callbacks_get_each_batch_and_can_end_a_pass(stop_at: int | None) -> Non
     rows = ROWS if stop_at is None else 16
     assert loss == pytest.approx(in_one_batch(truth, X[:rows], KIND[:rows])["loss"], rel=1e-5)
     expected = truth.predict(X, callbacks=[theirs], **options)
-    predicted = tmg.predict(model, x=X, callbacks=[ours], **options)
+    predicted = tmg.predict(model, X, callbacks=[ours], **options)
     assert ours.calls == theirs.calls
     np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
     assert len(predicted) == rows

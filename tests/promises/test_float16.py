@@ -283,7 +283,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         lambda: tmg.limit_memory(8e9), TypeError, "8000000000.0", '{"GPU:0": 8 * 1024**3}'
     ),
     "an accumulator outside the scope": (
-        accumulate_outside_the_scope, tmg.ScopeError, "The accumulator was created outside",
+        accumulate_outside_the_scope, tmg.ScopeError, "The window was created outside",
         "with strategy.scope():\n        window = tmg.GradientAccumulator(variables)",
     ),
     "a weight that is not of rows": (

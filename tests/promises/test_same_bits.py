@@ -242,6 +242,26 @@ def test_fit_and_a_run_that_moves_to_other_devices(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
+def masked(replicas: int) -> Any:
+    """A model whose losses are divided by what a mask leaves."""
+    keras.utils.set_random_seed(1)
+    with strategy_of(replicas).scope():
+        model = model_of(L.Embedding(9, 8, mask_zero=True), L.Dense(9), shape=(5,))
+        model.compile("sgd", CROSS, weighted_metrics=["accuracy"])
+    return model
+
+
+# Fails if the loss of an epoch is added call by call: how many batches a call has depends on time.
+def test_the_loss_of_an_epoch_is_one_sum_whatever_a_call_computes() -> None:
+    found = []
+    for replicas, steps in ((1, 1), (1, 2), (4, 3)):
+        model, rows = masked(replicas), np.resize(IDS % 9, (60, 5))
+        options: Any = {"logical_replicas": 4, "verify": False, "steps_per_call": steps}
+        history = tmg.fit(model, rows, np.roll(rows, -1, 1), 7, 5, 0, **options).history
+        found.append((history, model.get_weights()[0].tobytes()))
+    assert found[1:] == found[:1] * 2
+
+
 # Fails if a logical replica is traced into the graph of its device, which TensorFlow rewrites by
 # what is around it.
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -18,6 +18,7 @@ from law.pair import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
+from tfmultigpu.steps import agreement
 from tfmultigpu.steps.features import logical_replicas
 from tfmultigpu.steps.values import Pass, Rows
 
@@ -277,6 +278,18 @@ class AtOnce(keras.layers.Layer):
         if self.kind == "variable":
             self.own.assign_add(tf.reduce_sum(x))
             return x * 1.0
+        if self.kind == "python":
+            drawn = tf.numpy_function(np.random.default_rng(0).normal, [], tf.float64)
+            return x + tf.cast(tf.reshape(drawn, []), tf.float32)
+        if self.kind == "counted":
+            ids = tf.cast(tf.math.argmax(x, 1), tf.int32)
+            counts = tf.math.bincount(ids, tf.stop_gradient(x[:, 0]), minlength=4)
+            return x * tf.gather(counts, ids)[:, None]
+        if self.kind == "cropped":
+            boxes = tf.tile([[0.0, 0.0, 0.9, 0.9]], [tf.shape(x)[0], 1])
+            image = tf.reshape(x * tf.reduce_sum(self.own) + x, [-1, 2, 2, 1])
+            cropped = tf.image.crop_and_resize(image, boxes, tf.range(tf.shape(x)[0]), [2, 2])
+            return tf.reshape(cropped, tf.shape(x))
         return tf.function(lambda x: self.norm(x, training=True))(x)
 
 
@@ -320,7 +333,33 @@ def test_metrics_that_assign_a_sum() -> None:
     assert bits(4, layer, metrics) == bits(1, layer, metrics)
 
 
-@pytest.mark.parametrize("kind", ["variable", "function"])
-def test_what_is_assigned_at_once_is_refused(kind: str) -> None:
-    with pytest.raises(tmg.TfMultiGpuError, match="assigns a variable at once"):
-        bits(1, functools.partial(AtOnce, kind), list)
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("variable", "assigns a variable at once.*both in call itself"),
+        ("function", "assigns a variable at once.*both in call itself"),
+        ("python", "runs Python code in .*stateful=False"),
+        ("counted", "add in any order in .*unsorted_segment_sum"),
+        ("cropped", "add in any order in .*enable_op_determinism"),
+    ],
+)
+def test_what_another_call_would_find_or_add_otherwise_is_refused(kind: str, line: str) -> None:
+    def layers() -> Any:
+        return keras.Sequential([keras.layers.Dense(4), AtOnce(kind)])
+
+    with pytest.raises(tmg.TfMultiGpuError, match=line):
+        bits(1, layers, list)
+
+
+# Fails if workers of other kernels compute logical replicas, and nobody is told.
+def test_workers_that_are_not_alike_are_told() -> None:
+    exchange = mock.Mock(worker=1)
+    exchange.find_difference.return_value = ("kernels", 0)
+    several = mock.patch.object(agreement, "is_one_process", return_value=False)
+    exchanged = mock.patch.object(agreement, "WorkerExchange", return_value=exchange)
+    line = "CPU with .* threads on worker 1, and others on worker 0.*TF_NUM_INTRAOP_THREADS"
+    with several, exchanged, pytest.warns(tmg.ReplicaDependenceWarning, match=line):
+        agreement.warn_of_other_kernels(strategy_of(2))
+    exchange.find_difference.return_value = None
+    with several, exchanged:
+        agreement.warn_of_other_kernels(strategy_of(2))

@@ -1,18 +1,22 @@
-"""What a step says that is traced at each call: layers that freeze in turn, kinds of iterators."""
+"""What a step says that is traced at each call, or for long: what changes, and how long."""
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from one_device import Replicated
 from problems import network, networks
 
 import tfmultigpu as tmg
+from tfmultigpu.steps import slow
 from tfmultigpu.steps.retraces import Retraces
 
 X, Y = np.ones((9, 4), "float32"), np.ones((9, 4), "float32")
@@ -68,3 +72,37 @@ def test_only_traces_in_a_row_count_and_it_is_said_once() -> None:
     retraces = Retraces()
     for _ in range(3):
         assert not warned(lambda number: call(number, number if number else None))
+
+
+class Waits(keras.layers.Layer):
+    """A layer whose code takes a while in Python."""
+
+    def call(self, x: Any) -> Any:
+        time.sleep(0.1)
+        return x
+
+
+# Fails if a first step that takes long does not say why, for how many seconds, and what leaves the
+# check out; or if it says it in parts, or once more for the next step.
+def test_a_long_first_step_says_how_long_and_what_leaves_the_check_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow, "_SECONDS", 0.01)
+    monkeypatch.setattr(slow, "_said", set())
+    build = networks(4, Waits, lambda: keras.layers.Dense(4))
+    with caplog.at_level(logging.WARNING, "tfmultigpu"):
+        for _ in range(2):
+            Replicated(2, build, keras.optimizers.SGD, "mse").step((X, Y))
+    so_far, in_all = (record.getMessage() for record in caplog.records)
+    assert so_far.startswith("The first step takes longer, because TensorFlow makes a graph")
+    assert so_far.endswith(": 0 s so far. To leave the check out, write verify=False.")
+    assert "for 2 replica(s), and the check computes some rows on one device: " in in_all
+    assert in_all.endswith(" s in all.")
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tfmultigpu"):
+        Replicated(2, build, keras.optimizers.SGD, "mse", verify=False).step((X, Y))
+    so_far, in_all = (record.getMessage() for record in caplog.records)
+    assert so_far.startswith("The first step with a new kind of batch takes longer")
+    assert so_far.endswith(": 0 s so far.")
+    assert in_all.endswith(" s in all.")

@@ -47,7 +47,7 @@ def build() -> Any:
 SCOPE = """    with strategy.scope():
         model = ..."""
 ACCUMULATOR = """    with strategy.scope():
-        accumulator = tmg.GradientAccumulator(model.trainable_variables)"""
+        window = tmg.GradientAccumulator(model.trainable_variables)"""
 
 
 def of_tensorflow() -> tf.distribute.Strategy:
@@ -68,7 +68,7 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(make: Any, call: 
         f"strategy=strategy:\n{SCOPE}"
     )
     if call == "GradientAccumulator":
-        lines = f"Create the model and the accumulator in its scope:\n{ACCUMULATOR}"
+        lines = f"Create the model and the window in its scope:\n{ACCUMULATOR}"
     assert str(caught.value) == (
         f"{call} would run on one device: it got no strategy, and no model created in the scope of "
         f"one. Received: MirroredStrategy with 2 replica(s), unused. {lines}\n"

@@ -47,7 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             env=os.environ | environment,
             stdout=output,
             stderr=output,
-            timeout=1800,
+            timeout=3600,  # A quarter of an hour on an idle machine.
             check=False,
         )
     printed = (folder / "output").read_text(errors="replace")

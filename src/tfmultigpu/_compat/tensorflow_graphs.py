@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
@@ -77,13 +77,33 @@ def graphs_inside(operation: Any) -> list[Any]:
     return [function.graph for function in functions if function is not None]
 
 
-def called_as_whole() -> Options:
-    """Returns arguments of ``tf.function`` with which its calls stay calls.
+def operations_of(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph, and of the functions that they call."""
+    for operation in graph.get_operations():
+        yield operation
+        for inside in graphs_inside(operation):
+            yield from operations_of(inside)
 
-    Private: ``_noinline``, an attribute of functions that no page of TensorFlow lists. Without it
-    TensorFlow puts the operations of a function in place of each call, and optimizes each of them.
+
+def called_as_whole() -> Options:
+    """Returns arguments of ``tf.function`` with which its calls stay calls of one function.
+
+    Private: ``_noinline`` and ``_nospecialize``, attributes of functions that no page of TensorFlow
+    lists, and the sets of ``attributes`` that say which of them ``tf.function`` takes. Without the
+    first TensorFlow puts the operations of a function in place of each call, and optimizes each of
+    them. Without the second it makes a copy for each call of which an output is not read, and
+    prepares each copy: calls on one device cost as much as those on several.
     """
-    return {"experimental_attributes": {"_noinline": True}}
+    attributes = {"_noinline": True}
+    path = "tensorflow.python.eager.polymorphic_function.attributes"
+    with suppress(ImportError):
+        module: Any = importlib.import_module(path)
+        sets = [name for name in vars(module) if name.endswith("_ALLOWLIST")]
+        for name in sets:
+            setattr(module, name, getattr(module, name) | {"_nospecialize"})
+        if sets:
+            attributes["_nospecialize"] = True
+    return {"experimental_attributes": attributes}
 
 
 @contextmanager

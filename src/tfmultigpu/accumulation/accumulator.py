@@ -64,10 +64,10 @@ class GradientAccumulator:
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
         >>> weight = keras.Variable([1.0])
-        >>> accumulator = tmg.GradientAccumulator([weight])
-        >>> accumulator.add([tf.constant([6.0])], weight=2.0)
-        >>> accumulator.add([tf.constant([3.0])], weight=1.0)
-        >>> gradients, weight = accumulator.reduce()
+        >>> window = tmg.GradientAccumulator([weight])
+        >>> window.add([tf.constant([6.0])], weight=2.0)
+        >>> window.add([tf.constant([3.0])], weight=1.0)
+        >>> gradients, weight = window.reduce()
         >>> gradients[0].numpy().tolist(), float(weight)
         ([3.0], 3.0)
     """
@@ -127,7 +127,7 @@ class GradientAccumulator:
             LossError: All gradients are None.
             TfMultiGpuError: The number of gradients is not the number of variables; the call is
                 outside a replica; only some of the losses have ``reduction="sum"``, or a loss
-                scale; or the accumulator was created under another strategy.
+                scale; or the window was created under another strategy.
         """
         is_scalar = not isinstance(weight, (str, Sequence)) or isinstance(weight, LossSum)
         if weight is None or not is_scalar or is_sum(weight):
@@ -135,7 +135,7 @@ class GradientAccumulator:
                 "add needs the weight by which the sum of these losses is to be divided: replicas "
                 "and micro-batches need not have the same. Received: "
                 f"weight={'pair.sum' if is_sum(weight) else brief(weight)}. "
-                "Write accumulator.add(gradients, weight=pair) for gradients of pair.sum, with "
+                "Write window.add(gradients, weight=pair) for gradients of pair.sum, with "
                 "pair = tmg.loss_sum(loss, y, outputs); or give the number of rows in the sum."
             )
         if len(gradients) != len(self.variables):
@@ -158,10 +158,10 @@ class GradientAccumulator:
         fixed, use = is_fixed(weight), use_of(weight)
         if self._fixed not in (None, fixed):
             raise TfMultiGpuError(
-                "The losses of one accumulator need one way to divide.",
-                'a loss with reduction="sum" and another, both in one accumulator, which divides '
+                "The losses of one window need one way to divide.",
+                'a loss with reduction="sum" and another, both in one window, which divides '
                 "by 1 or by the weight",
-                "Create an accumulator for each.",
+                "Create a window for each.",
             )
         self._fixed = fixed
         scaled, scale = (None, None) if use is None else (use.scaled, use.scale)
@@ -206,7 +206,7 @@ class GradientAccumulator:
         scale: LossScale | None = None,
         clip_norm: float | None = None,
     ) -> tuple[Scalar, Scalar]:
-        """Updates the variables once, outside of ``strategy.run``; empties the accumulator.
+        """Updates the variables once, outside of ``strategy.run``; empties the window.
 
         It calls in the order that is right: ``reduce``, ``scale.unscale``, ``clip_gradients``,
         ``apply_reduced_gradients``, ``scale.update``.
@@ -260,7 +260,7 @@ class GradientAccumulator:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self) -> Reduced:
-        """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
+        """Adds over the replicas, once, outside of ``strategy.run``; empties the window.
 
         Returns:
             The gradients, divided by the weight (0 if the weight is 0), and the weight of the
@@ -271,7 +271,7 @@ class GradientAccumulator:
             know these tensors, and refuse a wrong order.
 
         Raises:
-            TfMultiGpuError: The call is inside ``strategy.run``, or the accumulator was created
+            TfMultiGpuError: The call is inside ``strategy.run``, or the window was created
                 under another strategy.
         """
         if self._context() is not None:
@@ -332,9 +332,9 @@ class GradientAccumulator:
             self._scaled.clear()
         if scaled is not None and (not scaled) in self._scaled:
             raise TfMultiGpuError(
-                "The losses of one accumulator need one loss scale.",
-                "a loss that went through scale_loss and another, both in one accumulator",
-                "Differentiate scale.scale_loss(pair) of each, or create an accumulator for each.",
+                "The losses of one window need one loss scale.",
+                "a loss that went through scale_loss and another, both in one window",
+                "Differentiate scale.scale_loss(pair) of each, or create a window for each.",
             )
         self._scaled.add(scaled)
 
@@ -346,7 +346,7 @@ class GradientAccumulator:
         if not tf.distribute.has_strategy():
             return None
         raise ScopeError(
-            f"The accumulator was created in another scope, {describe(self._strategy)}.",
+            f"The window was created in another scope, {describe(self._strategy)}.",
             describe(current),
             "Create it in strategy.scope().",
         )
@@ -358,7 +358,7 @@ def _check_entered(variables: Sequence[KerasVariable]) -> None:
     strategy = getattr(inner, "distribute_strategy", None)
     if strategy is not None and not tf.distribute.has_strategy():
         raise ScopeError(
-            "The accumulator was created outside the scope of the strategy of its variables.",
+            "The window was created outside the scope of the strategy of its variables.",
             f"{inner.name!r} on {describe(strategy)}, and no scope",
             "Its sums live on the replicas, too:\n"
             "    with strategy.scope():\n"

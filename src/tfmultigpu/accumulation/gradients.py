@@ -25,8 +25,8 @@ BY_HAND = (
     "Write in strategy.scope(): window = tmg.GradientAccumulator(variables); in the function given "
     "to strategy.run: window.add(tape.gradient(pair.sum, variables), pair), with pair = "
     "tmg.loss_sum(loss, y, outputs); and after strategy.run: window.apply(optimizer), or "
-    "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
-    "variables)."
+    "gradients, weight = window.reduce(); tmg.accumulation.apply_reduced_gradients(optimizer, "
+    "gradients, variables)."
 )
 # The scopes of tf.clip_by_norm, tf.clip_by_global_norm and tf.clip_by_value.
 _CLIPPED = re.compile(r"(^|/)clip_by_(value|(global_|average_)?norm)")
@@ -54,7 +54,7 @@ def clip_gradients(gradients: Sequence[Tensor], limit: float) -> tuple[list[Tens
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
-        >>> gradients, norm = tmg.clip_gradients([tf.constant([3.0, 4.0]), None], 1.0)
+        >>> gradients, norm = tmg.accumulation.clip_gradients([tf.constant([3.0, 4.0]), None], 1.0)
         >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
         ([0.6, 0.8], 5.0)
     """

@@ -342,7 +342,7 @@ def global_mean(loss_sum: LossSum) -> Scalar:
 
     Example:
         >>> import tfmultigpu as tmg
-        >>> float(tmg.global_mean(tmg.loss_sum("mse", [[1.0], [2.0]], [[1.0], [4.0]])))
+        >>> float(tmg.accumulation.global_mean(tmg.loss_sum("mse", [[1.0], [2.0]], [[1.0], [4.0]])))
         2.0
     """
     context = tf.distribute.get_replica_context()

@@ -371,8 +371,8 @@ def _refuse_replicas(*_: Any, **__: Any) -> None:
         "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would "
         "have each replica change it.",
         "",
-        "Write outside of strategy.run tmg.apply_reduced_gradients(optimizer, gradients, "
-        "variables), or create a new optimizer.",
+        "Write outside of strategy.run tmg.accumulation.apply_reduced_gradients(optimizer, "
+        "gradients, variables), or create a new optimizer.",
     )
 
 

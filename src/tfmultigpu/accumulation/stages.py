@@ -23,8 +23,9 @@ from tfmultigpu.types import KerasVariable, Scalar, Tensor
 _ORDER = (
     "Write window.apply(optimizer, scale=scale, clip_norm=limit), which keeps the order; or in "
     "this order: gradients, finite = scale.unscale(window.reduce()[0]); gradients, norm = "
-    "tmg.clip_gradients(gradients, limit); tmg.apply_reduced_gradients(optimizer, gradients, "
-    "variables, where=finite); scale.update(finite)."
+    "tmg.accumulation.clip_gradients(gradients, limit); "
+    "tmg.accumulation.apply_reduced_gradients(optimizer, gradients, variables, where=finite); "
+    "scale.update(finite)."
 )
 _EMPTY = GraphMessage(
     "Nothing was added to the window since it was emptied, and an update would move weights by "

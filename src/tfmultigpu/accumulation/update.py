@@ -137,7 +137,7 @@ def apply_reduced_gradients(
         >>> weight = keras.Variable([1.0])
         >>> optimizer = keras.optimizers.SGD(0.5)
         >>> for where in (False, True):
-        ...     tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [weight], where=where)
+        ...     apply_reduced_gradients(optimizer, [tf.ones([1])], [weight], where=where)
         >>> weight.numpy().tolist(), int(optimizer.iterations.numpy())
         ([0.5], 1)
     """
@@ -147,7 +147,7 @@ def apply_reduced_gradients(
         raise TfMultiGpuError(
             "apply_reduced_gradients takes one gradient for each variable, in the same order.",
             f"{len(gradients)} gradients for {len(variables)} variables",
-            "Give the variables of the accumulator; None stands for a variable without gradient.",
+            "Give the variables of the window; None stands for a variable without gradient.",
         )
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:

@@ -1,4 +1,4 @@
-"""One pass over a sharded dataset, which ends before Python does.
+"""One pass over a distributed dataset, which ends before Python does.
 
 An iterator of ``tf.data`` reads ahead in threads of its own. A thread that runs Python, for a
 generator or a ``tf.numpy_function``, must have ended before the interpreter does: it would wait

@@ -36,7 +36,7 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
 
     Example:
         >>> import tfmultigpu as tmg
-        >>> tmg.plan_shares(64, (24e9, 8e9))
+        >>> tmg.data.plan_shares(64, (24e9, 8e9))
         (48, 16)
     """
     rows = check_count("global_batch_size", global_batch_size, error=DataError)

@@ -78,7 +78,8 @@ def untuned(dataset: Batches, *, optimized: bool = True) -> Batches:
     """
     options = tf.data.Options()
     options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = optimized
+    if not optimized:  # TensorFlow warns if a dataset that has a value gets another.
+        options.experimental_optimization.apply_default_optimizations = False
     return dataset.with_options(options)
 
 

@@ -19,10 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import ignoring_warnings
-from tfmultigpu.errors import ClusterError
+from tfmultigpu.errors import ClusterError, ReplicaDependenceWarning
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.topology import is_one_process, kernels_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 from tfmultigpu.types import KerasModel, KerasOptimizer
+from tfmultigpu.user_code import warn
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {
@@ -57,6 +59,22 @@ def check_programs_alike(
             "fit none of them.",
             f"{described[name][:300]} on worker {exchange.worker}, and another on worker {other}",
             "Run the same program with the same settings on every worker.",
+        )
+
+
+def warn_of_other_kernels(strategy: tf.distribute.Strategy) -> None:
+    """Warns of logical replicas on workers that are not alike; all must call it."""
+    if is_one_process(strategy):
+        return
+    exchange, kernels = WorkerExchange(strategy), kernels_of(strategy)
+    difference = exchange.find_difference("the kernels of workers", {"kernels": kernels})
+    if difference is not None:
+        warn(
+            "The bits of a logical replica depend on the worker that computes it, as the workers "
+            f"are not alike. Received: {kernels} on worker {exchange.worker}, and others on worker "
+            f"{difference[1]}. Take machines of one type, and on CPUs set TF_NUM_INTRAOP_THREADS "
+            "to one number on all of them.",
+            ReplicaDependenceWarning,
         )
 
 

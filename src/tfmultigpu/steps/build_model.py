@@ -32,9 +32,16 @@ def is_built(model: KerasModel) -> bool:
 
 
 def prepare_model(
-    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any = None
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any = None, parts: int = 1
 ) -> None:
-    """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
+    """Checks that a model was created in the scope of a strategy; builds it if it is not built.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+        batch_spec: The type specs of a batch; None for a model that is built.
+        parts: Into how many parts a step cuts a batch.
+    """
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
     # Without a batch nothing is known of the layers that are not built: they may be passed over.
@@ -46,12 +53,14 @@ def prepare_model(
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     stateful = [one.name for one in all_layers(model) if getattr(one, "stateful", False)]
-    if stateful and strategy.num_replicas_in_sync > 1:
+    parts = max(parts, strategy.num_replicas_in_sync)
+    if stateful and parts > 1:
         raise ScopeError(
             "A stateful layer carries the state of each row to the next batch, in which the row "
-            "may be on another replica.",
-            f"layers {stateful}",
-            "Drop stateful=True, or train on one device: tmg.create_strategy(devices=1).",
+            "may be in another part.",
+            f"layers {stateful}, and batches in {parts} parts",
+            "Drop stateful=True; or train on one device, tmg.create_strategy(devices=1), without "
+            "micro_batches and logical_replicas.",
         )
 
 

@@ -64,7 +64,7 @@ class EvalStep(ModelStep, Looped):
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model and its metrics."""
         batch_spec = spec()
-        prepare_model(self.model, self.strategy, batch_spec)
+        prepare_model(self.model, self.strategy, batch_spec, self.parts)
         if self.take_in():
             check_values_alike(self.strategy, self.model)
             self.step_metrics.build(self.model, batch_spec)

@@ -121,6 +121,6 @@ def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Scal
         f"{where} has not enough memory for this step.",
         f"{batch}{line.strip()}",
         "Compute it in parts, with the same result: make_train_step(..., micro_batches=2), or "
-        "more; give a smaller device a smaller share: distribute_dataset(..., shares=...); or see "
-        "what takes the memory, tmg.plan_memory, and what fits, tmg.find_batch_size.",
+        "more; give a smaller device fewer rows: distribute_dataset(..., shares=...); or see what "
+        "takes the memory, tmg.plan_memory, and what fits, tmg.tuning.find_batch_size.",
     )

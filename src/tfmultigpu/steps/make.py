@@ -80,8 +80,8 @@ def make_train_step(
             replica, or 1, 2, 4, 8 ... parts on each. What rows do together, as in a plain
             BatchNormalization, they do within a part. None means one part for each replica.
         shard_update: Whether one replica updates each variable, keeps its optimizer state, and
-            copies it to the others: True, False, or ``"auto"``, which shards if that is known to be
-            faster.
+            copies it to the others: True, False, or ``"auto"``, which does so if that is known
+            to be faster.
         jit_compile: Compile forward and backward with XLA, anew for each size of a batch. Pass True
             on GPUs if all batches have one size and layers do many small operations; time a few
             steps both ways. One device that also compiles gives the same results.

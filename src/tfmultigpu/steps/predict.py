@@ -53,7 +53,7 @@ class PredictStep(ModelStep):
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model."""
-        prepare_model(self.model, self.strategy, spec())
+        prepare_model(self.model, self.strategy, spec(), self.parts)
         if self.take_in():
             check_values_alike(self.strategy, self.model)
 

@@ -229,7 +229,8 @@ class Programs:
             specs, known = [*specs, places], [*known, places]
         function = record.functions.get(kind.structure) or self._function_of(batch, record.traces)
         slow = saying_if_slow(
-            f"A step is being traced for {replicas} replica(s), as at the first batch of each kind."
+            "The first step with a new kind of batch takes longer, because TensorFlow makes a "
+            f"graph of your Python code for {replicas} replica(s)"
         )
         with slow, noting("trace"):
             concrete = function.get_concrete_function(*specs)

@@ -114,8 +114,9 @@ def _each_logical(
             if not once.why_each:
                 raise
             if not once.meets or count != step.strategy.num_replicas_in_sync:
-                why, meets = once.why_each, once.meets
-                raise needs_one_function(step.strategy, count, why, meets=meets) from error
+                raise needs_one_function(
+                    step.strategy, count, once.why_each, meets=once.meets, advice=once.advice
+                ) from error
             trace.note_meeting(once.why_each)
             trace.once.clear()
     return on_replicas(step.strategy, replica, shards, trace)

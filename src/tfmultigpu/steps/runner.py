@@ -25,7 +25,15 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.program import Key, Loop, Program, Programs
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
-from tfmultigpu.steps.tally import Tallies, Tally, add, logs_of, tallies_of, vectors_of
+from tfmultigpu.steps.tally import (
+    Tallies,
+    Tally,
+    add,
+    logs_of,
+    steps_of,
+    tallies_of,
+    vectors_of,
+)
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.collectives import locks_of_calls, sending_lists
 from tfmultigpu.strategies.topology import is_one_process
@@ -169,9 +177,17 @@ class Runner:
     # Many batches -------------------------------------------------------------------------------
 
     def run(
-        self, iterator: Any, steps: Scalar, *, logs_last: bool = True
+        self,
+        iterator: Any,
+        steps: Scalar,
+        *,
+        logs_last: bool = True,
+        before: Tallies | None = None,
     ) -> tuple[dict[str, Any], Tallies]:
         """Computes up to ``steps`` batches, and returns their logs and the tallies behind them.
+
+        Both are of the steps ``before`` as well, if their tallies are given: so one sum is added in
+        the order of the steps, however many a call computes.
 
         Without ``logs_last`` nothing is computed for the logs of the last step alone, such as the
         norm of its gradient, and of the logs of several calls ``"steps"`` alone is to be read.
@@ -183,23 +199,23 @@ class Runner:
                 else: one compiled loop over as many as pass between two looks at Ctrl-C
         """
         with self._alone(), self._retraces.watch():
-            return self._run_many(iterator, steps, logs_last=logs_last)
+            return self._run_many(iterator, steps, before or {}, logs_last=logs_last)
 
     def _run_many(
-        self, iterator: Any, steps: Scalar, *, logs_last: bool
+        self, iterator: Any, steps: Scalar, tallies: Tallies, *, logs_last: bool
     ) -> tuple[dict[str, Any], Tallies]:
         source, split, spec, kind = self.batches.open(iterator, logs_last=logs_last)
         if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
             steps = check_count("steps", steps, error=ValueError)
         self.settle(lambda: spec)
         names = self.computation.names
-        done: Tallies = {name: Tally.empty() for name in names}
+        done: Tallies = {name: tallies.get(name, Tally.empty()) for name in names}
         if kind.inside:
             with explaining_failures(self.strategy):
                 program = self.programs.of_loop(self.programs.loop_for(kind), split)
                 return _run_loop(program, source, steps, done)
 
-        ran = 0
+        ran, earlier = 0, steps_of(done)
         while ran < steps:
             # Asked each time: a call in turn may have begun with other traces.
             loop = self.programs.loop_for(kind)
@@ -224,7 +240,7 @@ class Runner:
                 self._done += asked
                 if ran + asked == steps:  # Reading logs waits for a GPU.
                     return logs, done
-                before, ran = ran, int(logs["steps"])
+                before, ran = ran, int(logs["steps"]) - earlier
                 self._length.note(ran - before, began)
             if ran - before < asked:
                 return logs, done

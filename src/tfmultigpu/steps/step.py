@@ -8,10 +8,11 @@ from typing import Any, Self, cast
 
 import tensorflow as tf
 
-from tfmultigpu.lists import by_id, present
+from tfmultigpu.lists import by_id, of_type, present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.lookups import written_of
+from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
@@ -91,6 +92,14 @@ class ModelStep(Step):
             status = "not compared with one device"
         words = ", ".join([*does, describe(self.strategy)])
         return f"<{type(self).__name__} of {self.model.name!r}: {words}; {status}>"
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch has at most: micro-batches of all replicas."""
+        parts: int = self.logical_replicas or self.strategy.num_replicas_in_sync
+        for feature in of_type(self.features, MicroBatches):
+            parts *= feature.count
+        return parts
 
     @property
     def why_each(self) -> str:

@@ -271,6 +271,14 @@ def layouts_of(tallies: Tallies) -> dict[str, Layout]:
     return {name: tally.layout for name, tally in tallies.items() if tally.layout}
 
 
+def steps_of(tallies: Tallies) -> int:
+    """Returns how many steps tallies are of, outside of graphs."""
+    for tally in tallies.values():
+        if tally.sums.shape.rank:
+            return int(Numbers.of(tally.sums.numpy()).steps)
+    return 0
+
+
 def add(tallies: Tallies, others: Tallies) -> Tallies:
     """Adds the tallies of several steps, each to the tally of the same name."""
     if not tallies:

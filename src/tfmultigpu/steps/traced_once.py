@@ -91,6 +91,7 @@ class TracedOnce:
     Attributes:
         why_each: Why each replica needs a trace of its own; "" if one serves all.
         meets: Whether that is because replicas meet in it.
+        advice: The line to write in place of what needs it; "" if that is not one line.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class TracedOnce:
             shards: What it will be called with, for the shapes that all replicas share.
             logical: How many logical replicas call it, if they do.
         """
-        self.why_each, self.meets, self._logical = "", False, logical
+        self.why_each, self.advice, self.meets, self._logical = "", "", False, logical
         self._strategy, self._replica = strategy, replica
         self._specs = _specs_of(shards)
         self._function: Any = None
@@ -149,10 +150,10 @@ class TracedOnce:
         # Replicas that call one function would draw the same numbers.
         if any(state.kind == "draws" for state in touched.states):
             self._refuse("it draws random numbers by tf.random, not by keras.random")
-        if self._logical is not None and touched.tables:
-            self._refuse("it writes to a table, and the next one would find what it wrote")
-        if self._logical is not None and touched.assigns:
-            self._refuse("it assigns a variable at once, and the next one would find another value")
+        if self._logical is not None:
+            why, self.advice = _why_not_again(touched, concrete.graph)
+            if why:
+                self._refuse(why)
         return concrete
 
     @contextmanager
@@ -187,6 +188,51 @@ class TracedOnce:
         raise NeedsEachError(why)
 
 
+def _why_not_again(touched: Touched, graph: Any) -> tuple[str, str]:
+    """Returns why a second call would find another state or have other bits, and what to write.
+
+    Args:
+        touched: What the function touches.
+        graph: The trace.
+
+    Returns:
+        Two texts: "" for a function that may be called again, and for no line of its own.
+    """
+    if touched.tables:
+        return "it writes to a table, and the next one would find what it wrote", ""
+    if touched.assigns:
+        return "it assigns a variable at once, and the next one would find another value", ""
+    for state in touched.states:
+        if state.kind == "python":
+            return (
+                f"it runs Python code in {state.operation!r}, which may remember something",
+                "If it remembers nothing, write tf.numpy_function(function, inputs, dtype, "
+                "stateful=False).",
+            )
+        if state.kind == "other":
+            return f"it changes a resource in {state.operation!r} that is not a variable", ""
+    for operation in _compat.operations_of(graph):
+        advice = _line_for_order(operation)
+        if advice:
+            return f"threads add in any order in {operation.name!r}", advice
+    return "", ""
+
+
+def _line_for_order(operation: Any) -> str:
+    """Returns the line to write for a kernel of a CPU that adds in any order; "" for another.
+
+    The kernels of TensorFlow 2.21 and their gradients were run many times, with large inputs.
+    """
+    if operation.type == "CropAndResizeGradImage" and not _compat.kernels_are_deterministic():
+        return (
+            "It is the gradient of tf.image.crop_and_resize. Write at the start of the program: "
+            "tf.config.experimental.enable_op_determinism()."
+        )
+    if operation.type in ("Bincount", "DenseBincount") and operation.outputs[0].dtype.is_floating:
+        return "Write tf.math.unsorted_segment_sum(weights, values, size)."
+    return ""
+
+
 def _two_at_a_time(original: Any, inputs: Sequence[Tensor], name: str | None = None) -> Tensor:
     """Adds tensors in their order: of three ``AddN`` takes one first whose memory is free then."""
     total, *others = inputs
@@ -196,7 +242,7 @@ def _two_at_a_time(original: Any, inputs: Sequence[Tensor], name: str | None = N
 
 
 def needs_one_function(
-    strategy: tf.distribute.Strategy, count: int, why: str, *, meets: bool = False
+    strategy: tf.distribute.Strategy, count: int, why: str, *, meets: bool = False, advice: str = ""
 ) -> TfMultiGpuError:
     """Returns the error of ``count`` logical replicas that cannot all call one function.
 
@@ -205,12 +251,13 @@ def needs_one_function(
         count: How many there are.
         why: Why each replica needs a trace of its own.
         meets: Whether that is because replicas meet.
+        advice: The line to write, if there is one for this reason.
     """
     replicas = strategy.num_replicas_in_sync
-    advice = (
-        "Draw by keras.random with a keras.random.SeedGenerator; assign weights of Keras, not a "
-        "tf.Variable, in call itself, not in a tf.function, a branch or a loop of it; ask for no "
-        "number of a replica; or leave logical_replicas out."
+    advice = advice or (
+        "Draw by keras.random with a keras.random.SeedGenerator, and assign weights of Keras, not "
+        "a tf.Variable: both in call itself, not in a tf.function, a branch or a loop of it. Ask "
+        "for no number of a replica. Or leave logical_replicas out."
     )
     if meets:
         advice = (

@@ -17,7 +17,11 @@ from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.steps import phases
-from tfmultigpu.steps.agreement import check_programs_alike, check_values_alike
+from tfmultigpu.steps.agreement import (
+    check_programs_alike,
+    check_values_alike,
+    warn_of_other_kernels,
+)
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.lookups import note_written
@@ -154,12 +158,14 @@ class TrainStep(ModelStep, Looped):
         Args:
             batch_spec: The type specs of a batch; None for a model that is built.
         """
-        prepare_model(self.model, self.strategy, batch_spec)
+        prepare_model(self.model, self.strategy, batch_spec, self.parts)
         refuse_float8(self.model.trainable_variables)
         # What the optimizer remembers is made by all workers together, and so is a step.
         due = batch_spec is not None or not self.optimizer.built
         if self._unchecked is not None and due and not tf.inside_function():
             check_programs_alike(self.strategy, self.model, self.optimizer, self._unchecked)
+            if self.logical_replicas is not None:
+                warn_of_other_kernels(self.strategy)
             self._unchecked = None
         self._note_update(
             choose_update(self.optimizer, self.forward.trained, self.strategy, self._shard_update)

@@ -126,8 +126,8 @@ def create_strategy(
         where = ", ".join(plan.devices)
         if plan.kind == "multi_worker":
             where += f" of {facts.cluster}, {plan.num_replicas} replicas in all"
-        level = logging.WARNING if process_state.note_without_gpu() else logging.INFO
-        _log.log(level, "Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
+        if process_state.note_without_gpu():
+            _log.info("Training runs on %s, without a GPU: %s", where, facts.no_more_gpus)
     _log.info("%s", plan)
     names = [f"/device:{name}" for name in plan.devices]
     strategy: Strategy

@@ -158,8 +158,8 @@ def _mark_of(strategy: tf.distribute.Strategy, *arguments: object) -> Mark | Non
         raise TfMultiGpuError(
             "An optimizer in strategy.run would add gradients over the workers once more.",
             "gradients of GradientAccumulator.reduce as its arguments",
-            "Write after strategy.run: tmg.apply_reduced_gradients(optimizer, gradients, "
-            "variables).",
+            "Write after strategy.run: tmg.accumulation.apply_reduced_gradients(optimizer, "
+            "gradients, variables).",
         )
     if not offsets:
         return None if whole is None else Mark(whole=whole)

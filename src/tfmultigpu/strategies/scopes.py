@@ -158,9 +158,9 @@ def _line_for(function: str, scope: str) -> str:
     """Returns the line that puts what a function works on into a scope."""
     if function == "GradientAccumulator":
         return (
-            f"Create the model and the accumulator in {scope}:\n"
+            f"Create the model and the window in {scope}:\n"
             "    with strategy.scope():\n"
-            "        accumulator = tmg.GradientAccumulator(model.trainable_variables)"
+            "        window = tmg.GradientAccumulator(model.trainable_variables)"
         )
     return (
         f"Create the model in {scope}, and give steps and distribute_dataset the strategy, "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.types import KerasModel, KerasVariable, Shard
 
@@ -98,6 +100,23 @@ def per_replica(strategy: tf.distribute.Strategy, values: list[Shard]) -> Shard:
         return values[0]
     turn = iter(values)
     return strategy.experimental_distribute_values_from_function(lambda _: next(turn))
+
+
+def kernels_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns what decides the last bits of kernels: the models of GPUs, or the threads of a CPU.
+
+    TensorFlow cuts a convolution into as many parts as it has threads, and adds them.
+    """
+    physical = logical_to_physical()
+    used = {physical.get(name, name) for name in strategy_devices(strategy)}
+    models = {each.description for each in list_devices("GPU") if each.name in used}
+    if models:
+        return ", ".join(sorted(models))
+    threads: int = tf.config.threading.get_intra_op_parallelism_threads()
+    asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    if not threads and asked.isdecimal():
+        threads = int(asked)
+    return f"CPU with {threads or len(os.sched_getaffinity(0))} threads"
 
 
 def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

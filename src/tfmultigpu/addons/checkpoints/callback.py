@@ -11,7 +11,7 @@ import enum
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
@@ -38,6 +38,24 @@ _States: TypeAlias = dict[str, dict[str, Any]]
 _NewArrays: TypeAlias = dict[str, Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class EventsOfFit:
+    """What a run does at the events of a ``fit``, as ``Checkpoints.epochs`` has it do in a loop.
+
+    Attributes:
+        begin: Called before any training: checks directory and data, then handles SIGTERM.
+        read_data: Called with what is known of the data; compares it with the checkpoint.
+        end_epoch: Called after each epoch.
+        end: Called at the end, also after an error: restores the handler of SIGTERM, and passes on
+            a signal that nobody has obeyed.
+    """
+
+    begin: Callable[[], None]
+    read_data: Callable[[Mapping[str, Any]], None]
+    end_epoch: Callable[[], None]
+    end: Callable[[], None]
+
+
 class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: ignore[misc]
     """The running ``fit`` of a ``Checkpoints``, or a stored one until a ``fit`` has resumed it.
 
@@ -47,8 +65,9 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         every_batches: Steps of the run between two checkpoints; None means an epoch.
     """
 
-    def __init__(self, run: Checkpoints, variables: RunVariables) -> None:
+    def __init__(self, run: Checkpoints, variables: RunVariables, events: EventsOfFit) -> None:
         super().__init__()
+        self._events = events
         self._run, self._variables, self._exchange = run, variables, variables.exchange
         self.every_batches: int | None = None
         self.load(None)
@@ -115,9 +134,9 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
                 "checkpoints.callback() in model.fit",
                 "Write tmg.fit(model, data, callbacks=[...]), or tmg.prepare(model) before it.",
             )
-        self._run.listen()
+        self._events.begin()
         self._variables.check_holds(self._fit.changed_variables())
-        self._run.note_data(self._fit.data())
+        self._events.read_data(self._fit.data())
         self._begin = _read_states(self._callbacks, self._variables)
         if self._stored is None:
             return
@@ -153,13 +172,13 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the epoch, and saves when it is time, or the last one of the run."""
-        self._run.end_epoch()
+        self._events.end_epoch()
         if self.every_batches is None or self.is_stopping():
             self._run.save()
 
     def on_fit_exit(self) -> None:
         """Restores the handler of the stop signal, also after an error."""
-        self._run.stop_listening()
+        self._events.end()
 
     def is_stopping(self) -> bool:
         """Returns whether a callback of any worker ends the ``fit``, if one runs."""

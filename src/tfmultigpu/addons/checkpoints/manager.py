@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
+from tfmultigpu.addons.checkpoints.callback import CheckpointCallback, EventsOfFit
 from tfmultigpu.addons.checkpoints.files import newest, save
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
+from tfmultigpu.strategies.topology import kernels_of
 from tfmultigpu.types import Model, Optimizer
 
 _log = logging.getLogger("tfmultigpu")
@@ -101,7 +102,13 @@ class Checkpoints:
         # What is known of the data, and what a checkpoint says of it until it was compared.
         self._known: dict[str, Any] = {}
         self._expected: dict[str, Any] = {}
-        self._callback = CheckpointCallback(self, self._variables)
+        events = EventsOfFit(
+            begin=self._listen,
+            read_data=self._note_data,
+            end_epoch=self._end_epoch,
+            end=self._signal.stop_listening,
+        )
+        self._callback = CheckpointCallback(self, self._variables, events)
 
     @property
     def epoch(self) -> int:
@@ -137,6 +144,7 @@ class Checkpoints:
             "data": self._known,
             "owned": self._variables.is_owned,
             "fit": fit,
+            "kernels": kernels_of(self._exchange.strategy),
         }
         content = run, {**arrays, **arrays_of_fit}
         return save(self.directory, self._exchange, self.step, self.keep, content)
@@ -158,6 +166,14 @@ class Checkpoints:
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.move_to(stored.run["epoch"], stored.run["step_in_epoch"])
         self._known, self._expected = stored.run["data"], dict(stored.run["data"])
+        before, now = stored.run["kernels"], kernels_of(self._exchange.strategy)
+        if before != now:
+            _log.warning(
+                f"The checkpoint was computed by {before}, and the run goes on with {now}. "
+                "Kernels may add in another order there, so the end is equal to rounding, and not "
+                "bit for bit. For the same bits take devices of the same type, and on CPUs set "
+                "TF_NUM_INTRAOP_THREADS to one number on all machines."
+            )
         if self.data is not None:
             self.data.pass_over(self.epoch, compare=not self.step_in_epoch)
         return self._steps
@@ -170,13 +186,13 @@ class Checkpoints:
         """
         epochs = check_count("epochs", epochs, 0)
         self._callback.load(None)
-        self.listen()
+        self._listen()
         try:
             while self.epoch < epochs:
                 yield self.epoch
-                self.end_epoch()
+                self._end_epoch()
         finally:
-            self.stop_listening()
+            self._signal.stop_listening()
 
     def after_step(self, steps: int = 1) -> None:
         """Counts steps; saves and exits if SIGTERM came.
@@ -196,14 +212,13 @@ class Checkpoints:
             # An iterator of the epoch before would make a resumed run begin with other batches.
             self._check_counted(self._position.is_begun)
             if self.step_in_epoch == steps or _FIRST in self._expected:  # The first of an epoch.
-                self.note_data({_FIRST: self.data.first_hash()})
+                self._note_data({_FIRST: self.data.first_hash()})
         self._stop_if_asked(steps)
 
-    def end_epoch(self) -> None:
-        """Ends an epoch; ``epochs`` and ``fit`` call it."""
+    def _end_epoch(self) -> None:
         if self.data is not None:
             self._check_counted(self.step_in_epoch > 0 and self._position.is_begun)
-            self.note_data({_FIRST: self.data.first_hash()})  # Of a pass without more steps.
+            self._note_data({_FIRST: self.data.first_hash()})  # Of a pass without more steps.
         self._position.end_epoch()
         self._stop_if_asked(0, now=True)
 
@@ -220,11 +235,11 @@ class Checkpoints:
         self._callback.save_every(every_steps)
         return self._callback
 
-    def listen(self) -> None:
+    def _listen(self) -> None:
         """Checks directory and data, then handles SIGTERM, before any training."""
         save(self.directory, self._exchange, self.step, self.keep)
         if self.data is not None and _FIRST in self._expected and not self.step_in_epoch:
-            self.note_data({_FIRST: self.data.hash_of_last_epoch()})
+            self._note_data({_FIRST: self.data.hash_of_last_epoch()})
         if not self._signal.listen():
             name = threading.current_thread().name
             warnings.warn(
@@ -235,16 +250,12 @@ class Checkpoints:
                 stacklevel=2,
             )
 
-    def stop_listening(self) -> None:
-        """Restores the handler of SIGTERM, and passes on a signal that nobody has obeyed."""
-        self._signal.stop_listening()
-
     def _compare_first_batch(self) -> None:
         """Compares the first batch of a resumed epoch, if it was read over: before any step."""
         if self.data is not None and _FIRST in self._expected:
             first = self.data.first_hash()
             if first is not None:  # With ``preprocess`` the next batch tells.
-                self.note_data({_FIRST: first})
+                self._note_data({_FIRST: first})
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
@@ -256,7 +267,7 @@ class Checkpoints:
                 "checkpoints.data. Call checkpoints.after_step() after each step.",
             )
 
-    def note_data(self, description: Mapping[str, Any]) -> None:
+    def _note_data(self, description: Mapping[str, Any]) -> None:
         """Notes what is known of the data, and compares it once with the hash in the checkpoint."""
         compared = description.keys() & self._expected.keys()
         told = []

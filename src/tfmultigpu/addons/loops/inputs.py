@@ -89,16 +89,12 @@ def check_steps(steps: object, name: str = "steps") -> int | None:
     return None if steps is None else check_count(name, steps, other="None")
 
 
-def source_of(
-    function: str, data: Any, *, x: Any = None, y: Any = None, sample_weight: Any = None
-) -> Source:
-    """Returns the data of a call of a function, with Keras' arguments ``x``, ``y`` and weights."""
-    if (data is None) == (x is None):
+def source_of(function: str, data: Any, *, y: Any = None, sample_weight: Any = None) -> Source:
+    """Returns the data of a call of a function, with Keras' arguments ``y`` and weights."""
+    if data is None:
         raise TypeError(
-            "fit, evaluate and predict take one data argument. Received: "
-            f"{'none' if x is None else 'data beside x'}. Write tmg.{function}(model, data)."
+            f"{function} needs data. Received: none. Write tmg.{function}(model, data)."
         )
-    data = x if data is None else data
     if y is not None and isinstance(data, tuple):
         raise DataError(
             "A tuple is (x, y), so it holds labels already.",

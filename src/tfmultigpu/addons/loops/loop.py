@@ -28,7 +28,7 @@ from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
-from tfmultigpu.steps.tally import Layout, Numbers
+from tfmultigpu.steps.tally import Layout, Numbers, Tally, steps_of
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.types import (
@@ -157,7 +157,10 @@ class Loop(Generic[_Step]):
     def run(self, iterator: ShardIterator, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
         ran, rows = 0, 0.0
-        _, tallies = self.step.runner.run(iterator, steps, logs_last=False)
+        # One sum over the epoch: how many steps a call computes depends on their time.
+        before = {name: _tally_of(sums) for name, sums in self.sums.items()}
+        earlier = steps_of(before)
+        _, tallies = self.step.runner.run(iterator, steps, logs_last=False, before=before)
         if not self.seen:
             self._check_weights([tally.layout for tally in tallies.values()])
         for name, tally in tallies.items():
@@ -166,10 +169,8 @@ class Loop(Generic[_Step]):
             if tally.layout is None or not values.ndim:  # Of no step it is a scalar.
                 continue
             numbers = Numbers.of(values)
-            ran, rows = int(numbers.steps), float(numbers.rows)
+            ran, rows = int(numbers.steps) - earlier, float(numbers.rows)
             terms = [dataclasses.asdict(term) for term in tally.layout.terms]
-            if name in self.sums:
-                values = np.add(values, self.sums[name].numbers)
             self.sums[name] = StepSums(values.tolist(), terms)
         if ran and not self.seen and self.mode == "train":
             self._warn_of_small_batches(rows / ran)
@@ -236,7 +237,7 @@ class Loop(Generic[_Step]):
 
     def _warn_of_small_batches(self, rows: float) -> None:
         replicas = self.hooks.strategy.num_replicas_in_sync
-        if rows < replicas:
+        if rows < replicas and self.step.logical_replicas is None:  # Those without rows have none.
             _log.warning(
                 f"A batch of {rows:g} example(s) is smaller than {replicas} replicas: each "
                 "computes all of it, so more devices make nothing faster. Write "
@@ -269,6 +270,15 @@ def no_batches(data: Any) -> DataError:
     )
 
 
+def _layout_of(sums: StepSums) -> Layout:
+    return Layout(tuple([LossTerm(**each) for each in sums.terms]))
+
+
+def _tally_of(sums: StepSums) -> Tally:
+    """Returns the tally that has these sums, without the logs of a last step."""
+    return Tally(_layout_of(sums), tf.constant(sums.numbers, tf.float64), Tally.empty().last)
+
+
 def _epoch_logs(
     sums: Mapping[str, StepSums], metrics: Mapping[str, Scalar], *, by_rows: bool
 ) -> dict[str, Scalar | Array]:
@@ -280,9 +290,8 @@ def _epoch_logs(
         by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
     losses: dict[str, Tensor] = {}
-    for step, (numbers, fields) in sums.items():
-        terms = [LossTerm(**each) for each in fields]
-        means = Layout(tuple(terms)).means(Numbers.of(numbers), by_rows=by_rows)
+    for step, one in sums.items():
+        means = _layout_of(one).means(Numbers.of(one.numbers), by_rows=by_rows)
         for name, value in means.items():
             if name.endswith("loss"):
                 losses[f"{step}_{name}" if step else name] = value

@@ -187,7 +187,8 @@ def check_names(
     """Checks that a function knows arguments by their names; an error names similar ones."""
     compiled = inspect.signature(keras.Model.compile).parameters
     for name in arguments.keys() - set(known):
-        similar = difflib.get_close_matches(name, known) or sorted(known)
+        # Keras calls the data x.
+        similar = difflib.get_close_matches("data" if name == "x" else name, known) or sorted(known)
         line = f"Write {' or '.join(similar)}.{otherwise}"
         if name in compiled:
             line = f"Write model.compile(..., {name}=...), in the scope of the strategy."
@@ -211,8 +212,9 @@ def as_method(model: KerasModel, name: str, function: Function, **more: object) 
         check_names(f"model.{name}", kwargs, signature.parameters.keys(), of_fit)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        callbacks = bound.arguments.pop("callbacks") or ()
-        return function(reference(), callbacks=callbacks, **bound.arguments, **more)
+        given = bound.arguments
+        data, callbacks = given.pop("x"), given.pop("callbacks") or ()
+        return function(reference(), data=data, callbacks=callbacks, **given, **more)
 
     method.__name__ = name
     method.__signature__ = signature  # type: ignore[attr-defined]

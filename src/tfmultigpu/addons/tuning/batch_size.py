@@ -50,7 +50,7 @@ def find_batch_size(
         >>> def try_batch(size):
         ...     if size > 100:
         ...         raise MemoryError
-        >>> tmg.find_batch_size(try_batch)
+        >>> tmg.tuning.find_batch_size(try_batch)
         100
     """
     write = "def try_batch(size), which trains a step on a batch of that many examples."

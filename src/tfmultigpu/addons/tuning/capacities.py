@@ -26,7 +26,7 @@ def memory_capacities(
     """Returns the memory that each replica has left, in bytes.
 
     Call it once model and optimizer are built: every replica holds all weights and optimizer slots,
-    and uses the rest of its memory for its share of the rows. Leave room for gradients, which a
+    and uses the rest of its memory for its shard. Leave room for gradients, which a
     step holds twice: with Adam in float32 a model of 100 million parameters (0.4 GB) takes 1.2 GB
     of each replica, and 0.8 GB more in a step.
 
@@ -46,9 +46,9 @@ def memory_capacities(
 
     Example:
         >>> import tfmultigpu as tmg
-        >>> tmg.memory_capacities(memory=[8 * 1024**3])
+        >>> tmg.tuning.memory_capacities(memory=[8 * 1024**3])
         (8589934592.0,)
-        >>> tmg.plan_shares(64, (22e9, 6e9))
+        >>> tmg.data.plan_shares(64, (22e9, 6e9))
         (50, 14)
     """
     strategy = current_strategy(strategy, "memory_capacities")

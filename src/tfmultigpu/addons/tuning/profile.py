@@ -28,7 +28,7 @@ _ADVICE = {
     "global batches, and check that the GPUs are linked: nvidia-smi topo -m.",
     "": "[compute-bound] The devices are busy. Try jit_compile=True in make_train_step, or on GPUs "
     'keras.mixed_precision.set_global_policy("mixed_float16") with loss_scale="dynamic". If the '
-    "devices differ, divide by speed: tmg.measured_capacities(step, batch).",
+    "devices differ, divide by speed: tmg.tuning.measured_capacities(step, batch).",
 }
 
 

@@ -23,8 +23,8 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
     model, optimizer, metrics, loss scale and seeds afterwards. Under several workers all must call
     it::
 
-        speeds = tmg.measured_capacities(step, batch)
-        shares = tmg.plan_shares(1024, speeds)
+        speeds = tmg.tuning.measured_capacities(step, batch)
+        shares = tmg.data.plan_shares(1024, speeds)
 
     Args:
         step: The result of ``make_train_step``.
@@ -43,7 +43,8 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
         >>> import keras, numpy as np, tfmultigpu as tmg
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         >>> step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
-        >>> tmg.measured_capacities(step, (np.ones((64, 3)), np.ones((64, 1))))  # one replica
+        >>> batch = np.ones((64, 3)), np.ones((64, 1))
+        >>> tmg.tuning.measured_capacities(step, batch)  # one replica
         (1.0,)
     """
     repeats = check_count("repeats", repeats, error=ValueError)

@@ -34,7 +34,6 @@ from tfmultigpu.steps.batches import cut_batch, spec_of
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
-from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.slow import saying_if_slow
@@ -133,13 +132,15 @@ class Verify(Feature):
         if not found and (self._later or is_seen):
             return call(batch)
         if not found:
-            with explaining_failures(self._strategy):
-                # It has to be traced anyway.
-                program, _ = self._step.runner.programs.of_batch(batch)
+            replicas = self._strategy.num_replicas_in_sync
             with saying_if_slow(
-                "The first step is being compared with what one device computes for some of its "
-                "rows. To leave that out, write verify=False."
+                "The first step takes longer, because TensorFlow makes a graph of your Python "
+                f"code for {replicas} replica(s), and the check computes some rows on one device",
+                "To leave the check out, write verify=False.",
             ):
+                with explaining_failures(self._strategy):
+                    # It has to be traced anyway.
+                    program, _ = self._step.runner.programs.of_batch(batch)
                 found, later = self._verified(batch, program, rows, kind)
         result = call(batch)
         self._later = later
@@ -158,7 +159,7 @@ class Verify(Feature):
     def _kind_of(self, batch: Batch) -> tuple[int, _Kind]:
         """Returns the rows of a batch, and how replicas and micro-batches share them."""
         _, local, offsets = batch
-        replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
+        replicas, parts = self._strategy.num_replicas_in_sync, self._step.parts
         if offsets is None:
             rows = int(count_rows(local[0]))
             least, most = rows // replicas, -(-rows // replicas)
@@ -169,14 +170,6 @@ class Verify(Feature):
             return rows, "small"
         return rows, "even" if least == most else "uneven"
 
-    def _parts(self) -> int:
-        """Returns how many parts a batch has at most: micro-batches of all replicas."""
-        parts: int = self._step.logical_replicas or self._strategy.num_replicas_in_sync
-        for feature in self._step.features:
-            if isinstance(feature, MicroBatches):
-                parts *= feature.count
-        return parts
-
     def _sizes(self, rows: int, *, is_even: bool) -> list[int]:
         """Returns how many rows of a batch to compare, and how many if those show a difference.
 
@@ -185,7 +178,7 @@ class Verify(Feature):
         """
         if self._always and is_even:
             return [rows]
-        parts = self._parts()
+        parts = self._step.parts
         if parts == 1:
             return [rows]
         most = rows
@@ -265,7 +258,7 @@ class Verify(Feature):
 
     def _small_sizes(self, batch: Batch, rows: int) -> list[int]:
         """Returns of how many rows replicas, and then micro-batches, would have copies."""
-        replicas, parts = self._strategy.num_replicas_in_sync, self._parts()
+        replicas, parts = self._strategy.num_replicas_in_sync, self._step.parts
         if replicas == 1 or partition.fixed_offsets(batch[1][0][0]) is not None:
             return []  # None, or all batches of the data are of one size.
         sizes = [replicas - 1]
