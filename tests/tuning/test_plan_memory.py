@@ -282,6 +282,33 @@ def test_too_many_rows_are_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan_of(many.most_rows // 2).problem == ""
 
 
+class Noise(layers.Layer):  # type: ignore[misc]
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x))  # Of the generator of all layers.
+
+
+# Fails if a plan draws, counts or builds what the steps after it find.
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"logical_replicas": 4}])
+def test_steps_are_the_same_after_a_plan(options: dict) -> None:
+    losses: list[list[float]] = []
+    for plans in (False, True):
+        keras.utils.set_random_seed(3)
+        strategy = strategy_of(2)
+        with strategy.scope():
+            norm = layers.BatchNormalization(synchronized=not options)
+            inner = [layers.Dense(32), norm, Noise(), layers.Dropout(0.3)]
+            model = keras.Sequential([keras.Input((128,)), *inner, layers.Dense(256)])
+            optimizer = optimizers.Adam()
+        verify = "first" if not options else False
+        step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=verify, **options)
+        if plans:
+            before = model.get_weights()
+            tmg.plan_memory(step, BATCH)
+            np.testing.assert_equal(model.get_weights(), before)
+        losses.append([float(step(BATCH)["loss"]) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
 # The probe ----------------------------------------------------------------------------------------
 
 
