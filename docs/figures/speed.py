@@ -185,9 +185,9 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "same", "font.size": 9})
-    for name, draw in PICTURES.items():
+    for name in PICTURES.keys() & found.keys():
         figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-        draw(axes, found[name])
+        PICTURES[name](axes, found[name])
         picture = ROOT / "docs" / f"speed-{name}.svg"
         figure.savefig(picture, metadata={"Date": None})
         plt.close(figure)
