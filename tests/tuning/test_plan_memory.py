@@ -127,10 +127,9 @@ BATCH = np.ones((8, 128), "float32"), np.ones((8, 256), "float32")
 
 def a_step(replicas: int, *, sharded: bool = False, **options: Any) -> Any:
     """Returns a step of a network with weights of several sizes, one of which is small."""
-    strategy = strategy_of(replicas)
-    shards: Any = contextlib.nullcontext()
-    if sharded:
-        shards = tmg.sharded_variables()
+    strategy, shards = strategy_of(replicas), contextlib.nullcontext()
+    if sharded:  # Of a strategy in which no other model has variables on one device alone.
+        strategy, shards = tmg.create_strategy(devices=replicas), tmg.sharded_variables()
     with strategy.scope(), shards:
         sizes = [layers.Dense(size, use_bias=size != 384) for size in (256, 384, 64, 256)]
         model = keras.Sequential([keras.Input((128,)), *sizes])

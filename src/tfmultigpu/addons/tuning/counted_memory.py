@@ -388,7 +388,7 @@ class _Counting:
         return owned
 
     def _spread(self) -> list[list[_Unit]]:
-        """Returns the units as ``sharded_variables`` puts them on the devices."""
+        """Returns the units as ``sharded_variables`` puts them on devices that hold no others."""
         loads = [0] * len(self._devices)
         known = present(map(known_memory, self._devices))
         memory = known if len(known) == len(loads) else None
