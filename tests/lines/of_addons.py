@@ -264,6 +264,28 @@ def plan_of_a_model(told: Told) -> None:
     assert tmg.plan_memory(trained, BATCH).devices
 
 
+@example("memory is the bytes of each device")
+def a_plan_for_no_memory(told: Told) -> None:
+    with told(ValueError, "memory=0"):
+        tmg.plan_memory(step(), BATCH, memory=0)
+    assert tmg.plan_memory(step(), BATCH, memory=24 * 1024**3).devices
+
+
+@example("The plan has no such option")
+def an_option_of_a_plan(told: Told) -> None:
+    plan = tmg.plan_memory(step(), BATCH)
+    with told(ValueError, r"Write one of \['.*Received: 'remat'"):
+        plan.option("remat")
+    assert plan.option(plan.options[0].write)
+
+
+@example("A batch to plan for has rows")
+def a_plan_of_no_rows(told: Told) -> None:
+    with told(tmg.errors.DataError, "0.* rows"):
+        tmg.plan_memory(step(), (X[:0], Y[:0]))
+    assert tmg.plan_memory(step(), (X, Y)).devices
+
+
 @example("A probe needs devices that count their memory, such as GPUs")
 def probe_of_a_cpu(told: Told) -> None:
     trained = step()

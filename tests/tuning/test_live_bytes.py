@@ -101,6 +101,8 @@ def test_what_may_be_no_memory_of_its_own_counts_nothing() -> None:
 
     assert bound(views, spec, keeps=True) == 4000
     assert bound(lambda x: tf.split(tf.sin(x), 2), spec, keeps=True) == 4000
+    skipped = lambda x: tf.cond(x[0, 0] > 0, lambda: tf.sin(x), lambda: tf.identity(x))  # noqa: E731
+    assert bound(skipped, spec, keeps=True) == 0
     assert bound(lambda x: [tf.sin(x), tf.sin(x)], spec, keeps=True) == 4000  # Equal ones are one.
     assert bound(lambda x: [x, tf.ones([100, 10]) * 2.0], spec, keeps=True) == 0
     assert bound(lambda x: [tf.sin(x) * tf.ones([100, 10]), tf.sin(x)], spec, keeps=True) == 4000

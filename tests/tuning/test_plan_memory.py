@@ -127,10 +127,9 @@ BATCH = np.ones((8, 128), "float32"), np.ones((8, 256), "float32")
 
 def a_step(replicas: int, *, sharded: bool = False, **options: Any) -> Any:
     """Returns a step of a network with weights of several sizes, one of which is small."""
-    strategy = strategy_of(replicas)
-    shards: Any = contextlib.nullcontext()
-    if sharded:
-        shards = tmg.sharded_variables()
+    strategy, shards = strategy_of(replicas), contextlib.nullcontext()
+    if sharded:  # Of a strategy in which no other model has variables on one device alone.
+        strategy, shards = tmg.create_strategy(devices=replicas), tmg.sharded_variables()
     with strategy.scope(), shards:
         sizes = [layers.Dense(size, use_bias=size != 384) for size in (256, 384, 64, 256)]
         model = keras.Sequential([keras.Input((128,)), *sizes])
@@ -226,7 +225,7 @@ def test_the_table_and_the_wrong_step() -> None:
     assert in_units(3 * 2**29) == "1.5 GiB"
     with pytest.raises(TypeError, match="plan_memory takes a train step"):
         tmg.plan_memory(network(), BATCH)  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="xla"):
+    with pytest.raises(ValueError, match=r"Write one of .*xla"):
         tmg.plan_memory(a_step(1), BATCH).option("xla")
 
 
@@ -397,3 +396,80 @@ def test_the_state_of_several_optimizers_and_of_an_own_one() -> None:
     own.build(model.trainable_variables)
     sizes = [bytes_of([variable]) for variable in model.trainable_variables]
     assert state_of(own, model.trainable_variables) == pytest.approx(sizes, abs=12)
+
+
+# What a fresh pair of eyes has found --------------------------------------------------------------
+
+
+def planned(model: Any, optimizer: Any, batch: Any, replicas: int = 1, **options: Any) -> Any:
+    """Returns the plan and the step of a model of the strategy of so many replicas."""
+    with strategy_of(replicas).scope():
+        made, optimizer = model(), optimizer()
+    step = tmg.make_train_step(made, optimizer, "mse", strategy_of(replicas), **options)
+    return tmg.plan_memory(step, batch), step
+
+
+def dense() -> Any:
+    return keras.Sequential([keras.Input((128,)), layers.Dense(256)])
+
+
+def table() -> Any:
+    flat = [layers.Embedding(50_000, 16), layers.Flatten(), layers.Dense(1)]
+    return keras.Sequential([keras.Input((4,)), *flat])
+
+
+def test_a_plan_for_devices_that_are_not_here() -> None:
+    plan, step = planned(dense, optimizers.SGD, BATCH)
+    assert "give memory=" in str(plan)
+    assert not plan.problem
+    assert "whatever the batch" in tmg.plan_memory(step, BATCH, memory=1000).problem
+    assert not tmg.plan_memory(step, BATCH, memory=1e9).problem
+    assert tmg.plan_memory(step, BATCH, memory=1e9).most_rows > 8
+
+
+def test_of_fewer_rows_than_micro_batches_there_are_as_many_as_rows() -> None:
+    one = BATCH[0][:1], BATCH[1][:1]
+    assert planned(dense, optimizers.SGD, one, micro_batches=4)[0].devices[0].windows == 0
+    assert planned(dense, optimizers.SGD, BATCH, micro_batches=4)[0].devices[0].windows > 0
+
+
+# Fails if a table is taken to travel of which the rows of the batch alone do.
+@pytest.mark.parametrize("shard_update", [True, False])
+def test_the_rows_of_a_table_travel_alone(shard_update: bool) -> None:
+    batch = np.zeros((8, 4), "int32"), np.zeros((8, 1), "float32")
+    options: Any = {"replicas": 3, "shard_update": shard_update}
+    plan, step = planned(table, optimizers.SGD, batch, **options)
+    assert max(device.copies for device in plan.devices) < 10_000
+    tmg.explain(step, plan=plan), tmg.doctor(plan)
+
+
+def test_rows_of_open_length() -> None:
+    def sparse() -> Any:
+        inputs = keras.Input((4,), sparse=True)
+        return keras.Model(inputs, layers.Dense(1)(inputs))
+
+    labels = np.zeros((2, 1), "float32")
+    rows = tf.sparse.from_dense(np.eye(2, 4, dtype="float32"))
+    plan, step = planned(sparse, optimizers.SGD, (rows, labels))
+    assert plan.devices[0].gradients == 20
+    step((rows, labels))
+
+
+class Halving(optimizers.schedules.LearningRateSchedule):
+    """A schedule without a config, as in a tutorial of TensorFlow."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.1 / (1.0 + tf.cast(step, tf.float32))
+
+
+def test_a_learning_rate_that_has_no_config() -> None:
+    plan, _ = planned(dense, lambda: optimizers.Adam(Halving()), BATCH)
+    other, _ = planned(dense, optimizers.Adam, BATCH)
+    assert plan.devices[0].optimizer_state <= other.devices[0].optimizer_state
+    assert plan.devices[0].optimizer_state > 2 * 4 * 128 * 256
+
+
+def test_what_xla_keeps_is_not_known() -> None:
+    plan, _ = planned(dense, optimizers.SGD, BATCH, jit_compile=True)
+    device = plan.devices[0]
+    assert device.at_least == device.kept + device.gradients

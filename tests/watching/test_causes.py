@@ -19,6 +19,7 @@ from watching.hangs import LIMIT, SECONDS, hearing, report_in, when_heard
 
 import tfmultigpu as tmg
 from tfmultigpu.__main__ import main
+from tfmultigpu.addons.watching.causes import clue_of
 from tfmultigpu.addons.watching.watcher import watcher
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.recorder import MOST, noting, recorder
@@ -260,3 +261,20 @@ def test_no_thread_of_a_watch_keeps_the_process(tmp_path: Path) -> None:
 def test_seconds_are_positive() -> None:
     with pytest.raises(ValueError, match=r"Write tmg.watch\(seconds=300\)"):
         tmg.watch(0)
+
+
+# Fails if code of the user in a callback is taken for a wait of TensorFlow.
+@pytest.mark.parametrize("is_callback", [True, False])
+def test_code_in_a_callback_is_named(is_callback: bool) -> None:
+    script = {"file": "train.py", "line": 9, "function": "<module>", "code": "fit()", "own": True}
+    calls = {"file": "/keras/src/callbacks/callback_list.py", "function": "on_epoch_end"}
+    frames = [script, {**script, **calls, "own": False}]
+    if is_callback:
+        frames.append({**script, "function": "on_epoch_end", "code": "time.sleep(600)"})
+    state = {"phase": "callback", "thread": 1, "first": False, "last": None, "what": ""}
+    clue = clue_of(state, [{"id": 1, "name": "main", "main": True, "frames": frames}])
+    if is_callback:
+        place = "train.py:9 `time.sleep(600)` in on_epoch_end"
+        assert clue == ["code", f"it is in your own code, at {place}"]
+    else:
+        assert clue is None

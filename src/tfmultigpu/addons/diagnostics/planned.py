@@ -59,7 +59,7 @@ def findings_of(plan: OfPlan | None) -> Iterator[Finding]:
         yield Finding("error", "out-of-memory", f"{what}.", why, change)
     together = plan.fullest.together
     for option in plan.options:
-        if -option.change < _MUCH * together:
+        if option.write not in _LINES or -option.change < _MUCH * together:
             continue
         saved, whole = plan.in_units(-option.change), plan.in_units(together)
         what = f"{saved} of {whole} are copies that {option.write} saves."

@@ -34,11 +34,13 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.spread import AT_LEAST, next_device, rows_of_devices
 from tfmultigpu.devices.discovery import known_memory
 from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import DataError
 from tfmultigpu.lists import by_id, of_type, present
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.steps.batches import spec_of
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
+from tfmultigpu.steps.features.xla import CompileByXla
 from tfmultigpu.steps.values import Batch
 from tfmultigpu.strategies.row_parts import copies_of, whole_of
 from tfmultigpu.strategies.scopes import all_layers
@@ -57,6 +59,7 @@ class _Unit:
         state: The bytes that the optimizer keeps of it.
         gradient: The bytes of its gradient, as it is added.
         is_rows: Whether that is a list of rows.
+        by_rows: Whether the update reads and writes these rows alone.
         optimizer: The number of its optimizer.
         home: The number of the device that alone has it; None if each has a copy.
         owner: The number of the device that alone updates it; None if each does.
@@ -68,6 +71,7 @@ class _Unit:
     state: int
     gradient: int
     is_rows: bool
+    by_rows: bool
     optimizer: int
     home: int | None
     owner: int | None
@@ -94,7 +98,13 @@ class _Setting:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = False) -> Plan:
+def plan_memory(
+    step: TrainStep | ChainedStep,
+    batch: Shard,
+    *,
+    memory: float | None = None,
+    probe: bool = False,
+) -> Plan:
     """Counts the bytes that a train step takes on each device, and what other options change.
 
     Nothing runs, and no GPU is needed: on ``split_device("CPU:0", parts=4)`` it plans a step for
@@ -104,6 +114,8 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = Fa
     Args:
         step: The result of ``make_train_step`` or ``chain_steps``.
         batch: A batch as ``step(batch)`` takes it.
+        memory: The bytes of each device that you plan for, such as ``24 * 1024**3``. None means
+            what the devices of the step have, if that is known; of a CPU it is not.
         probe: Whether to train on the first 1/16 and 1/8 of the batch, which must be whole, and
             undo it: so the peak of a step is known, and between which sizes the largest batch is
             that fits. It needs devices that count their memory, such as GPUs.
@@ -113,6 +125,7 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = Fa
 
     Raises:
         TypeError: ``step`` is not a train step.
+        ValueError: ``memory`` is not more than 0.
         DataError: The batch has no rows, or was distributed for another strategy; or for a probe
             it is not a whole one.
         TfMultiGpuError: A probe was asked for on devices that do not count their memory.
@@ -130,12 +143,18 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = Fa
             "plan_memory takes a train step. Write plan_memory(tmg.make_train_step(model, "
             f"optimizer, loss), batch). Received: step={brief(step)}."
         )
+    if memory is not None and not memory > 0:
+        raise ValueError(
+            "memory is the bytes of each device. Write memory=24 * 1024**3. Received: "
+            f"memory={memory!r}."
+        )
     with ExitStack() as entered:
         for lock in step.runner.locks:
             entered.enter_context(lock)
         read = step.runner.batches.read(batch)
+        _check_rows(read)
         step.runner.settle(lambda: spec_of(read))
-        counting = _Counting(step, read)
+        counting = _Counting(step, read, memory)
         plan = counting.plan()
         if not probe:
             return plan
@@ -159,16 +178,21 @@ def plan_memory(step: TrainStep | ChainedStep, batch: Shard, *, probe: bool = Fa
 class _Counting:
     """The count of a step for one batch."""
 
-    def __init__(self, step: TrainStep | ChainedStep, batch: Batch) -> None:
+    def __init__(self, step: TrainStep | ChainedStep, batch: Batch, memory: float | None) -> None:
         self._step, self._strategy = step, step.strategy
         names = strategy_devices(self._strategy) or (parse_device_name(tf.zeros([]).device),)
         self._devices = names
+        self._memory = [memory or known_memory(name) for name in names]
         self._setting = _setting_of(step)
         self._global_rows, self._rows = _rows_of(batch, self._strategy.num_replicas_in_sync)
         structure, local, _ = batch
         self._like = tf.nest.pack_sequence_as(structure, local[0])
         # A micro-batch of a logical replica of a device.
-        self._at_once = -(-self._rows // (self._setting.turns * self._setting.parts))
+        of_turn = -(-self._rows // self._setting.turns)
+        # Of fewer rows than micro-batches there are as many as rows.
+        parts = max(1, min(self._setting.parts, of_turn))
+        self._setting = dataclasses.replace(self._setting, parts=parts)
+        self._at_once = -(-of_turn // parts)
         self._traces = self._traced(self._at_once)
         self._least = self._least_of(self._traces)
         self._units: list[list[_Unit]] = []
@@ -212,7 +236,10 @@ class _Counting:
         # Gradients of several replicas, or parts, may be added as soon as they are known.
         keeps = self._setting == _Setting(1, 1) and self._strategy.num_replicas_in_sync == 1
         needs: list[int] = []
-        for trace in traces:
+        for trace, part in zip(traces, self._step.train_steps, strict=True):
+            if of_type(part.features, CompileByXla):
+                needs.append(0)  # XLA fuses operations, and nobody knows what it keeps.
+                continue
             graph = trace.function.graph
             needs.append(least_bytes(graph, graph.outputs, keeps_outputs=keeps))
         return max(needs)
@@ -261,6 +288,7 @@ class _Counting:
                     state,
                     0 if gradient is None else gradient.size,
                     gradient is not None and gradient.is_rows,
+                    target.takes == "rows",
                     number,
                     owner if target.is_sharded else None,
                     owner,
@@ -287,8 +315,7 @@ class _Counting:
                 places[parse_device_name(copy.device)] += bytes_of([copy])
         in_step = self._in_step(self._units, self._setting)
         devices: list[DeviceMemory] = []
-        for name, of_step in zip(self._devices, in_step, strict=True):
-            memory = known_memory(name)
+        for name, memory, of_step in zip(self._devices, self._memory, in_step, strict=True):
             device = dataclasses.replace(
                 of_step,
                 parameters=parameters[name],
@@ -388,9 +415,9 @@ class _Counting:
         return owned
 
     def _spread(self) -> list[list[_Unit]]:
-        """Returns the units as ``sharded_variables`` puts them on the devices."""
+        """Returns the units as ``sharded_variables`` puts them on devices that hold no others."""
         loads = [0] * len(self._devices)
-        known = present(map(known_memory, self._devices))
+        known = present(self._memory)
         memory = known if len(known) == len(loads) else None
         spread: list[list[_Unit]] = []
         for units in self._units:
@@ -466,7 +493,9 @@ def _in_step(units: Sequence[_Unit], setting: _Setting, device: int) -> Counter[
         if setting.windows and unit.home in (None, device):
             sums["windows"] += setting.windows * unit.gradient
         if not is_here:
-            sums["copies"] = max(sums["copies"], unit.size)
+            # Of a table of which rows are updated alone, these alone are sent.
+            sent = unit.gradient if unit.is_rows and unit.by_rows else unit.size
+            sums["copies"] = max(sums["copies"], sent)
     return sums
 
 
@@ -477,6 +506,20 @@ def _setting_of(step: TrainStep | ChainedStep) -> _Setting:
         parts += [feature.count for feature in of_type(part.features, MicroBatches)]
         turns += [feature.turns for feature in of_type(part.features, LogicalReplicas)]
     return _Setting(max(parts), max(turns))
+
+
+def _check_rows(batch: Batch) -> None:
+    """Checks that a batch has rows, and all its tensors as many."""
+    _, local, _ = batch
+    for shard in local:
+        leaves = [leaf for leaf in shard if leaf is not None]
+        counts = {int(count_rows(leaf)) for leaf in leaves}
+        if counts != {max(counts, default=0)} or 0 in counts:
+            raise DataError(
+                "A batch to plan for has rows, and all its tensors as many.",
+                f"{sorted(counts)} rows",
+                "Write plan_memory(step, batch) with a batch as step(batch) takes it.",
+            )
 
 
 def _rows_of(batch: Batch, replicas: int) -> tuple[int, int]:

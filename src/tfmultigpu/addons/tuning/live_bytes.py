@@ -41,7 +41,9 @@ _REDUCE = _names("All Any Max Mean Min Prod Sum")
 # Nothing of them is known, or it is there before the step and after it.
 _NOTHING = _names(
     "Const Placeholder ReadVariableOp VarHandleOp TensorListGetItem TensorListFromTensor "
-    "TensorListReserve EmptyTensorList TensorListSetItem"
+    "TensorListReserve EmptyTensorList TensorListSetItem "
+    # A branch may return what it was given.
+    "Case If StatelessCase StatelessIf"
 )
 # They need their inputs and memory of another size or order for their output, at one time.
 _NOT_IN_PLACE = _names(

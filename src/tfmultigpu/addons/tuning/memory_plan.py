@@ -153,9 +153,13 @@ class Plan:
             write: As its attribute, such as ``"shard_update=True"``.
 
         Raises:
-            KeyError: The plan has no such option.
+            ValueError: The plan has no such option.
         """
         by_write = {option.write: option for option in self.options}
+        if write not in by_write:
+            raise ValueError(
+                f"The plan has no such option. Write one of {list(by_write)}. Received: {write!r}."
+            )
         return by_write[write]
 
     def __str__(self) -> str:
@@ -171,6 +175,8 @@ class Plan:
         if any(each.memory is not None for each in self.devices):
             known = [in_units(each.memory) for each in self.devices]
             lines.append(_line("memory", known))
+        else:
+            lines.append("  Whether it fits is not known: give memory=, the bytes of a device.")
         if self.peak is not None:
             expected = in_units(self.peak.of(self.rows_at_once))
             lines.append(f"  Expected peak by a probe: {expected} on the fullest device.")

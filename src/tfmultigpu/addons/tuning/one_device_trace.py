@@ -83,7 +83,10 @@ def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
 
 
 def spec_of_rows(batch: Shard, rows: int) -> Nested:
-    """Returns the type specs of a batch of so many rows; ragged and sparse rows are open."""
+    """Returns the type specs of a batch of so many rows; all open if some are ragged or sparse."""
+    of_any_rows = tf.nest.map_structure(any_rows, batch)
+    if not all(isinstance(each, tf.TensorSpec) for each in tf.nest.flatten(of_any_rows)):
+        return of_any_rows
 
     def spec(leaf: Tensor) -> Any:
         of_any = any_rows(leaf)

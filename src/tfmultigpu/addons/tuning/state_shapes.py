@@ -10,9 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import ignoring_warnings
 from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.lists import by_id
-from tfmultigpu.types import KerasOptimizer, KerasVariable
+from tfmultigpu.types import KerasOptimizer, KerasVariable, Options
 
 
 def bytes_of(variables: Iterable[KerasVariable]) -> int:
@@ -37,16 +38,30 @@ def state_of(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> l
 
 
 def _state_of_part(optimizer: KerasOptimizer, variables: Sequence[KerasVariable]) -> list[int]:
-    if not _compat.is_part_of_keras(type(optimizer)):
+    config = _settings_of(optimizer)
+    if config is None:
         trained = bytes_of(_compat.optimizer_trains(optimizer)) or 1
         keeps = bytes_of(optimizer.variables)
         return [keeps * bytes_of([variable]) // trained for variable in variables]
-    config = optimizer.get_config()  # Which reads the learning rate.
     with tf.Graph().as_default():
         twin = type(optimizer).from_config(config)
         noting = _Noting(map(_like, variables), twin)
         twin.build(noting)
     return noting.sizes
+
+
+def _settings_of(optimizer: KerasOptimizer) -> Options | None:
+    """Returns the settings of an optimizer of Keras, with another learning rate; None of others.
+
+    A learning rate may be code of the user, such as a schedule that has no config.
+    """
+    if not _compat.is_part_of_keras(type(optimizer)):
+        return None
+    try:
+        with ignoring_warnings():
+            return {**optimizer.get_config(), "learning_rate": 0.1}
+    except (NotImplementedError, TypeError, ValueError):
+        return None
 
 
 class _Noting(list[KerasVariable]):

@@ -70,9 +70,18 @@ def clue_of(state: Mapping[str, Any], threads: Sequence[Any]) -> Any:
         return ["input", f"it waits for tf.data, which makes the next batch without Python{at}"]
     if state["phase"] is None and passes(frames, "framework/ops.py", "numpy"):
         return ["read", f"it waits for the result of a device{at}"]
-    if state["phase"] is None:
+    if state["phase"] is None or _in_callback(frames):
         return ["code", f"it is in your own code{at}"]
     return None
+
+
+def _in_callback(frames: Sequence[Any]) -> bool:
+    """Returns whether the innermost code of the user was called as a callback."""
+    is_inside = False
+    for number, frame in enumerate(frames):
+        if frame["own"] and passes(frames[:number], "callbacks/callback_list.py"):
+            is_inside = True
+    return is_inside
 
 
 def _reads(state: Mapping[str, Any], frames: Sequence[Any]) -> bool:

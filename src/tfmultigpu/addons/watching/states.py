@@ -118,10 +118,14 @@ def _compiles(note: Note) -> bool:
     """Returns whether a call traces, or is the first one after a trace, which compiles."""
     if note.phase == "trace":
         return True
-    for other in list(recorder.notes):
-        if other.phase == "trace" and other.thread == note.thread and other.began >= note.began:
-            return True
-    return False
+    own = [other for other in list(recorder.notes) if other.thread == note.thread]
+    traces = [other.began for other in own if other.phase == "trace"]
+    if not traces or note.phase != "call":
+        return False
+    for other in own:
+        if other.phase == "call" and other.ended is not None and other.ended >= traces[-1]:
+            return False
+    return True
 
 
 def _last_done() -> Any:

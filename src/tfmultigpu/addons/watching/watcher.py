@@ -99,11 +99,13 @@ class Watcher:
             self._since, self._due, self._reports = since, watch.seconds, 0
         if now - since >= self._due:
             self._due *= 2
-            self._report(watch)
+            self._report(watch, since)
         self._looked = time.monotonic()
 
-    def _report(self, watch: Settings) -> None:
+    def _report(self, watch: Settings, since: float) -> None:
         report = states.report()
+        if recorder.longest_wait()[1] > since:
+            return  # It has ended meanwhile, and the report is of what came after it.
         if watch.thread is not None and not _in_fit(report, watch.thread):
             self.end(watch)  # An error has ended the ``fit``, of which a callback does not hear.
             recorder.forget(watch.thread)
