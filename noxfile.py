@@ -125,21 +125,26 @@ def gpu(session: nox.Session) -> None:
     session.run("python", "benchmarks/run_gpu.py", *session.posargs)
 
 
-@nox.session
+@nox.session(reuse_venv=False)
 def build(session: nox.Session) -> None:
-    """Build the wheel and the source archive, and look inside (``-- tag``: for a release)."""
+    """Build both archives, and run the proof with the wheel alone (``-- tag``: for a release)."""
     session.install(*groups("build"), "twine")
     if "tag" in session.posargs:
         version = version_to_release(session)
     shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "build")
+    session.run("python", "-m", "build")  # The wheel is built from the source archive.
     session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
-    (wheel,) = Path("dist").glob("*.whl")
+    (wheel,), (source,) = Path("dist").glob("*.whl"), Path("dist").glob("*.tar.gz")
     packed = set(zipfile.ZipFile(wheel).namelist())
     expected = {p.relative_to("src").as_posix() for p in Path("src").rglob("*.py")}
     missing = (expected | {"tfmultigpu/py.typed", "tfmultigpu/__init__.pyi"}) - packed
     if missing:
         session.error(f"the wheel lacks {sorted(missing)}")
+    session.install(str(wheel), *groups("test"))
+    unpacked = Path(session.create_tmp())
+    shutil.unpack_archive(source, unpacked, filter="data")
+    with session.chdir(unpacked / source.name.removesuffix(".tar.gz")):
+        session.run(*PYTEST, "-m", "not more")
     if "tag" in session.posargs:
         session.run("git", "tag", "-a", f"v{version}", "-m", f"v{version}", external=True)
         session.log("to publish: git push --tags, then twine upload dist/*")

@@ -1,13 +1,14 @@
 """Time and peak memory of a train step whose model is a table of embeddings.
 
 ``python benchmarks/embedding.py`` takes about three minutes on two idle cores. Each contender has a
-process of its own, one after the other; ratios are to Keras on one device. With ``--threshold`` it
-prints from which size on lists of rows are faster than dense gradients.
+process of its own, one after the other; ratios are to Keras on one device. It prints a line of JSON
+for each; with ``--threshold`` from which size on lists of rows are faster than dense gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -165,7 +166,7 @@ def in_child(contender: str, optimizer: str, size: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints a table for each optimizer."""
+    """Prints the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=OPTIMIZERS, nargs="+", default=list(OPTIMIZERS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
@@ -193,11 +194,15 @@ def main() -> None:
                     continue
                 milliseconds, peak = in_child(contender, optimizer, size)
                 keras_time = keras_time or milliseconds
-                print(
-                    f"{optimizer:8} {size:>9,} x {WIDTH} {contender:20} {milliseconds:8.2f} ms "
-                    f"{milliseconds / keras_time:6.2f} of Keras {peak:8.0f} MiB",
-                    flush=True,
-                )
+                line = {
+                    "optimizer": optimizer,
+                    "rows": size,
+                    "who": contender,
+                    "ms": round(milliseconds, 2),
+                    "of Keras": round(milliseconds / keras_time, 2),
+                    "peak_mib": round(peak),
+                }
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

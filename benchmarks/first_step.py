@@ -1,12 +1,12 @@
 """Times the first step, and those after it, by the number of replicas.
 
 ``python benchmarks/first_step.py --network transformer --replicas 1 8`` prints a line for each
-contender, each in a process of its own: the loop by hand, ours with a trace for each replica, ours
-as it is without the check of the first step, and with it. ``--built`` gives an optimizer that was
-built before, as by an earlier ``fit``, and ``--dropout`` a transformer that draws. CPU seconds are
-compared, because programs beside it slow the clock more than the processor. The peaks are those of
-the process in the first step and in those after it, above what it had before; ask for ``--network
-activations parameters``, in which these dominate, in a run of their own.
+contender, each in a process of its own: the loop by hand, Keras' ``fit``, ours with a trace for
+each replica, ours as it is without the check of the first step, and with it. ``--built`` gives an
+optimizer that was built before, as by an earlier ``fit``, and ``--dropout`` a transformer that
+draws. CPU seconds are compared, because programs beside it slow the clock more than the processor.
+The peaks are those of the process in the first step and in those after it, above what it had
+before; ask for ``--network activations parameters``, in which these dominate, in its own run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 BATCH, LAYERS = 16, 12
-CONTENDERS = ("by hand", "for each", "ours", "checked")
+CONTENDERS = ("by hand", "Keras", "for each", "ours", "checked")
 OF_MEMORY = ("activations", "parameters")  # Networks whose peaks are wanted: these dominate.
 
 
@@ -61,9 +61,9 @@ def measure(
     strategy = tmg.create_strategy(devices=replicas)
     with strategy.scope():
         model, optimizer = build(network, dropout), keras.optimizers.Adam()
-        if built or who == "by hand":
+        if built or who in OF_USERS:
             optimizer.build(model.trainable_variables)
-    make = _by_hand if who == "by hand" else functools.partial(_ours, who=who)
+    make = OF_USERS.get(who) or functools.partial(_ours, who=who)
     step = make(model, optimizer, strategy)
     batch = _batch(network) if who != "by hand" else _distributed(network, strategy)
     before = _peak_mib()
@@ -172,6 +172,17 @@ def _by_hand(model: Any, optimizer: Any, strategy: Any) -> Any:
         return strategy.reduce("SUM", losses, axis=None)
 
     return lambda batch: float(step(batch))
+
+
+def _keras(model: Any, optimizer: Any, strategy: Any) -> Any:
+    import keras
+
+    with strategy.scope():
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return lambda batch: model.fit(*batch, batch_size=BATCH, verbose=0)
+
+
+OF_USERS = {"by hand": _by_hand, "Keras": _keras}  # Who build their optimizer before.
 
 
 def _distributed(network: str, strategy: Any) -> Any:

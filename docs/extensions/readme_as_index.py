@@ -1,10 +1,18 @@
-"""Shows README.md as the first page of the site, with the links that lead there."""
+"""Shows README.md as the first page of the site, and the version under each page."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
+
+
+def on_config(config: Any) -> Any:
+    """Runs first: says for which version the site was built."""
+    source = Path("src/tfmultigpu/_version.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)
+    config["copyright"] = f"tfmultigpu {version}"
+    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
