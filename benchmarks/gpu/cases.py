@@ -348,26 +348,39 @@ def _speeds(of: Any, rows: int, seconds: dict[str, list[float]]) -> dict[str, An
     }
 
 
-def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
-    """The peak of a step, whole and in eight micro-batches."""
-    if rehearse:
-        needs = "needs a GPU that TensorFlow can see: it counts the memory of GPUs only"
-        return {"status": "not run", "error": needs}
-    import tensorflow as tf
+# What a rehearsal says of a part that measures memory.
+_NO_MEMORY = {
+    "status": "not run",
+    "error": "needs a GPU that TensorFlow can see: it counts the memory of GPUs only",
+}
+
+
+def _trains(of: Any, case: Case, strategy: Any, **options: Any) -> Any:
+    """Returns a train step of a new model."""
+    import keras
 
     import tfmultigpu as tmg
     from gpu.loops import loss_of
+
+    with strategy.scope():
+        model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
+    return tmg.make_train_step(model, optimizer, loss_of(), strategy, **options)
+
+
+def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
+    """The peak of a step, whole and in eight micro-batches."""
+    if rehearse:
+        return _NO_MEMORY
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
 
     tmg.enable_memory_growth()
     of = network(case.network)
     strategy = tmg.create_strategy("one_device")
     peaks = {}
     for count in (1, 8):
-        with strategy.scope():
-            import keras
-
-            model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
-        step = tmg.make_train_step(model, optimizer, loss_of(), strategy, micro_batches=count)
+        step = _trains(of, case, strategy, micro_batches=count)
         for rows in (1, 2 * case.rows):
             note(f"micro_batches={count}, {rows} rows", {"peaks": dict(peaks)})
             batch = of.batch(rows)
@@ -387,20 +400,14 @@ def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
 def _plan(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     """The peak of a step, expected by ``plan_memory`` from 1/8 of its rows, and measured."""
     if rehearse:
-        needs = "needs a GPU that TensorFlow can see: it counts the memory of GPUs only"
-        return {"status": "not run", "error": needs}
-    import keras
+        return _NO_MEMORY
     import tensorflow as tf
 
     import tfmultigpu as tmg
-    from gpu.loops import loss_of
 
     tmg.enable_memory_growth()
     of = network(case.network)
-    strategy = tmg.create_strategy("one_device")
-    with strategy.scope():
-        model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
-    step = tmg.make_train_step(model, optimizer, loss_of(), strategy, verify=False)
+    step = _trains(of, case, tmg.create_strategy("one_device"), verify=False)
     batch = of.batch(case.rows)
     note("the probe", {})
     plan = tmg.plan_memory(step, batch, probe=True)

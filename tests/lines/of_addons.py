@@ -279,13 +279,6 @@ def an_option_of_a_plan(told: Told) -> None:
     assert plan.option(plan.options[0].write)
 
 
-@example("A batch to plan for has rows")
-def a_plan_of_no_rows(told: Told) -> None:
-    with told(tmg.errors.DataError, "0.* rows"):
-        tmg.plan_memory(step(), (X[:0], Y[:0]))
-    assert tmg.plan_memory(step(), (X, Y)).devices
-
-
 @example("A probe needs devices that count their memory, such as GPUs")
 def probe_of_a_cpu(told: Told) -> None:
     trained = step()

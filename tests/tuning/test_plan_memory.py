@@ -427,6 +427,14 @@ def test_a_plan_for_devices_that_are_not_here() -> None:
     assert tmg.plan_memory(step, BATCH, memory=1e9).most_rows > 8
 
 
+@pytest.mark.parametrize("rows", [0, 7])
+def test_a_batch_that_a_step_refuses_is_not_planned(rows: int) -> None:
+    _, step = planned(dense, optimizers.SGD, BATCH)
+    for refuses in (step, lambda batch: tmg.plan_memory(step, batch)):
+        with pytest.raises(tmg.errors.DataError, match="no rows" if not rows else "differ"):
+            refuses((BATCH[0][:rows], BATCH[1] if rows else BATCH[1][:0]))
+
+
 def test_of_fewer_rows_than_micro_batches_there_are_as_many_as_rows() -> None:
     one = BATCH[0][:1], BATCH[1][:1]
     assert planned(dense, optimizers.SGD, one, micro_batches=4)[0].devices[0].windows == 0

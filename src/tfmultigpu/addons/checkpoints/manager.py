@@ -90,6 +90,7 @@ class Checkpoints:
         self.keep = check_count("keep", keep)
         self._variables = RunVariables(model, optimizer, train_step, extra)
         self._exchange = self._variables.exchange
+        self._kernels = kernels_of(self._exchange.strategy)  # Asks the driver, so once.
         self._vote = StopVote(self._exchange)
         self._signal = StopSignal(signal.SIGTERM)
         self._position = Position()
@@ -144,7 +145,7 @@ class Checkpoints:
             "data": self._known,
             "owned": self._variables.is_owned,
             "fit": fit,
-            "kernels": kernels_of(self._exchange.strategy),
+            "kernels": self._kernels,
         }
         content = run, {**arrays, **arrays_of_fit}
         return save(self.directory, self._exchange, self.step, self.keep, content)
@@ -166,10 +167,10 @@ class Checkpoints:
         self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.move_to(stored.run["epoch"], stored.run["step_in_epoch"])
         self._known, self._expected = stored.run["data"], dict(stored.run["data"])
-        before, now = stored.run["kernels"], kernels_of(self._exchange.strategy)
-        if before != now:
+        if (before := stored.run["kernels"]) != self._kernels:
             _log.warning(
-                f"The checkpoint was computed by {before}, and the run goes on with {now}. "
+                f"The checkpoint was computed by {before}, and the run goes on with "
+                f"{self._kernels}. "
                 "Kernels may add in another order there, so the end is equal to rounding, and not "
                 "bit for bit. For the same bits take devices of the same type, and on CPUs set "
                 "TF_NUM_INTRAOP_THREADS to one number on all machines."

@@ -28,7 +28,7 @@ from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
-from tfmultigpu.steps.tally import Layout, Numbers, Tally, steps_of
+from tfmultigpu.steps.tally import Layout, Numbers, Tally
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.types import (
@@ -159,7 +159,6 @@ class Loop(Generic[_Step]):
         ran, rows = 0, 0.0
         # One sum over the epoch: how many steps a call computes depends on their time.
         before = {name: _tally_of(sums) for name, sums in self.sums.items()}
-        earlier = steps_of(before)
         _, tallies = self.step.runner.run(iterator, steps, logs_last=False, before=before)
         if not self.seen:
             self._check_weights([tally.layout for tally in tallies.values()])
@@ -169,7 +168,9 @@ class Loop(Generic[_Step]):
             if tally.layout is None or not values.ndim:  # Of no step it is a scalar.
                 continue
             numbers = Numbers.of(values)
-            ran, rows = int(numbers.steps) - earlier, float(numbers.rows)
+            ran, rows = int(numbers.steps), float(numbers.rows)
+            if name in self.sums:
+                ran -= int(Numbers.of(self.sums[name].numbers).steps)
             terms = [dataclasses.asdict(term) for term in tally.layout.terms]
             self.sums[name] = StepSums(values.tolist(), terms)
         if ran and not self.seen and self.mode == "train":

@@ -30,14 +30,14 @@ from tfmultigpu.addons.tuning.one_device_trace import (
 from tfmultigpu.addons.tuning.state_shapes import bytes_of, state_of
 from tfmultigpu.addons.tuning.undone import rows_of_whole
 from tfmultigpu.arguments import brief
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import checked_rows, count_rows
 from tfmultigpu.data.spread import AT_LEAST, next_device, rows_of_devices
 from tfmultigpu.devices.discovery import known_memory
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import DataError
 from tfmultigpu.lists import by_id, of_type, present
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.steps.batches import spec_of
+from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.features.xla import CompileByXla
@@ -60,7 +60,6 @@ class _Unit:
         gradient: The bytes of its gradient, as it is added.
         is_rows: Whether that is a list of rows.
         by_rows: Whether the update reads and writes these rows alone.
-        optimizer: The number of its optimizer.
         home: The number of the device that alone has it; None if each has a copy.
         owner: The number of the device that alone updates it; None if each does.
     """
@@ -72,7 +71,6 @@ class _Unit:
     gradient: int
     is_rows: bool
     by_rows: bool
-    optimizer: int
     home: int | None
     owner: int | None
 
@@ -151,8 +149,9 @@ def plan_memory(
     with ExitStack() as entered:
         for lock in step.runner.locks:
             entered.enter_context(lock)
-        read = step.runner.batches.read(batch)
-        _check_rows(read)
+        structure, local, offsets = step.runner.batches.read(batch)
+        with explaining_failures(step.strategy):
+            read = structure, list(map(checked_rows, local)), offsets
         step.runner.settle(lambda: spec_of(read))
         counting = _Counting(step, read, memory)
         plan = counting.plan()
@@ -195,21 +194,24 @@ class _Counting:
         self._at_once = -(-of_turn // parts)
         self._traces = self._traced(self._at_once)
         self._least = self._least_of(self._traces)
-        self._units: list[list[_Unit]] = []
-        for number, part in enumerate(step.train_steps):
-            self._units.append(self._units_of(number, part, self._traces[number]))
+        pairs = zip(step.train_steps, self._traces, strict=True)
+        self._units = [self._units_of(part, trace) for part, trace in pairs]
 
     def plan(self) -> Plan:
         """Returns the plan."""
         now = self._as_it_is()
         options = [self._option(now, *other) for other in self._others()]
         options.sort(key=lambda option: option.change)
+        # Of what no shape tells.
+        options.append(
+            MemoryOption("keras.remat", 0, now, "fewer activations, some computed twice")
+        )
         return Plan(
             _name_of(self._step),
             self._global_rows,
             self._at_once,
             now,
-            (*options, *self._words()),
+            tuple(options),
             self._most_rows(now),
         )
 
@@ -263,7 +265,7 @@ class _Counting:
 
     # As it is -----------------------------------------------------------------------------------
 
-    def _units_of(self, number: int, step: TrainStep, trace: OneDeviceTrace) -> list[_Unit]:
+    def _units_of(self, step: TrainStep, trace: OneDeviceTrace) -> list[_Unit]:
         """Returns what a step trains."""
         gradients = {id(each.target.variable): each for each in trace.gradients}
         embeddings = by_id(
@@ -289,7 +291,6 @@ class _Counting:
                     0 if gradient is None else gradient.size,
                     gradient is not None and gradient.is_rows,
                     target.takes == "rows",
-                    number,
                     owner if target.is_sharded else None,
                     owner,
                 )
@@ -427,12 +428,6 @@ class _Counting:
             spread.append(of_step)
         return self._owned(spread)
 
-    def _words(self) -> list[MemoryOption]:
-        """Returns the option of which no shape tells."""
-        now = self._as_it_is()
-        why = "fewer activations, some computed twice"
-        return [MemoryOption("keras.remat", 0, now, why)]
-
 
 def _placed(unit: _Unit, loads: list[int], memory: Sequence[float] | None) -> list[_Unit]:
     """Returns a unit where ``sharded_variables`` puts it, and adds it to the loads."""
@@ -506,20 +501,6 @@ def _setting_of(step: TrainStep | ChainedStep) -> _Setting:
         parts += [feature.count for feature in of_type(part.features, MicroBatches)]
         turns += [feature.turns for feature in of_type(part.features, LogicalReplicas)]
     return _Setting(max(parts), max(turns))
-
-
-def _check_rows(batch: Batch) -> None:
-    """Checks that a batch has rows, and all its tensors as many."""
-    _, local, _ = batch
-    for shard in local:
-        leaves = [leaf for leaf in shard if leaf is not None]
-        counts = {int(count_rows(leaf)) for leaf in leaves}
-        if counts != {max(counts, default=0)} or 0 in counts:
-            raise DataError(
-                "A batch to plan for has rows, and all its tensors as many.",
-                f"{sorted(counts)} rows",
-                "Write plan_memory(step, batch) with a batch as step(batch) takes it.",
-            )
 
 
 def _rows_of(batch: Batch, replicas: int) -> tuple[int, int]:

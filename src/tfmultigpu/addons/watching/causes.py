@@ -77,11 +77,10 @@ def clue_of(state: Mapping[str, Any], threads: Sequence[Any]) -> Any:
 
 def _in_callback(frames: Sequence[Any]) -> bool:
     """Returns whether the innermost code of the user was called as a callback."""
-    is_inside = False
-    for number, frame in enumerate(frames):
-        if frame["own"] and passes(frames[:number], "callbacks/callback_list.py"):
-            is_inside = True
-    return is_inside
+    for number in reversed(range(len(frames))):
+        if frames[number]["own"]:
+            return passes(frames[:number], "callbacks/callback_list.py")
+    return False
 
 
 def _reads(state: Mapping[str, Any], frames: Sequence[Any]) -> bool:
