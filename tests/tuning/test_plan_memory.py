@@ -317,8 +317,10 @@ def test_a_probe_expects_the_peak_of_eight_times_its_rows() -> None:
     peaks = worker.call(probed_and_measured)
     worker.end()
     assert len(peaks) == 2
+    # Kernels of a CPU run in any order: of 13 processes on two machines a peak was 0.91 to 1.25 of
+    # what was expected. A probe that takes one size for the other is wrong by a factor of 8.
     for name, (expected, measured) in peaks.items():
-        assert 0.95 * measured <= expected <= 1.15 * measured, name
+        assert 0.8 * measured <= expected <= 1.4 * measured, name
 
 
 def test_the_line_through_two_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
