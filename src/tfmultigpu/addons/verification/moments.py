@@ -22,7 +22,7 @@ class OwnMoments:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        """Takes the moments, with a variable on each replica that says so."""
+        """Has steps take the moments, as a variable on each replica says."""
         with strategy.scope():
             self._taken = tf.Variable(tf.constant(value=True), trainable=False, name="own_moments")
 
