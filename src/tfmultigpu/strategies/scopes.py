@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,6 +16,7 @@ from tfmultigpu.strategies.topology import (
     describe,
     devices_of,
     is_default,
+    kind_of,
     strategy_of,
     tf_variable,
 )
@@ -101,10 +101,7 @@ def _check_strategy(strategy: object) -> None:
         strategy = tf.distribute.get_strategy()
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
-    distribute: Any = tf.distribute
-    experimental = distribute.experimental
-    central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
-    if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):
+    if kind_of(strategy).shares_copies:
         raise StrategyUnavailableError(
             "Replicas of this strategy share one copy of each variable, and each would update it.",
             type(strategy).__name__,
