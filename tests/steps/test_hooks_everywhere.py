@@ -18,6 +18,7 @@ import tfmultigpu as tmg
 from tfmultigpu._patch import lock_of
 from tfmultigpu.addons.verification.locate import locate
 from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.putting_back import Kept
 from tfmultigpu.steps import Feature
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.predict import join_rows
@@ -115,7 +116,7 @@ def entered() -> dict[str, tuple[set[str], set[str]]]:
     program, _ = trained.runner.programs.of_batch(((X, Y), leaves, offsets))
 
     def on_one_device() -> Any:
-        device = OneDevice(trained, tf.identity, by_itself=True)
+        device = OneDevice(trained, tf.identity, Kept(trained), by_itself=True)
         device.run((X, Y), program)
         return device
 
