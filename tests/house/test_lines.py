@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 # Lines, blank ones included.
 BUDGETS = {
     "src together": 33_600,
-    "src/*": 1_450,
+    "src/*": 1_460,
     "src/_compat": 1_010,
     "src/accumulation": 3_170,
     "src/addons": 10,
