@@ -16,9 +16,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
-    """Runs for every page: replaces the text of the first one."""
+    """Runs for every page: replaces the text of the first one, and leads links to README there."""
     if page.file.src_uri != "index.md":
-        return markdown
+        return re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", markdown)
     readme = Path("README.md").read_text(encoding="utf-8").replace("](docs/", "](")
     # Files beside the folder of pages are not on the site.
     return re.sub(r"\[([^]]+)\]\(([A-Z]+\.md)\)", r"\1 (`\2`)", readme)

@@ -57,6 +57,33 @@ class Centered(optimizers.SGD):
         super().apply([grad - tf.reduce_mean(grad) for grad in grads], trainable_variables)
 
 
+class Lookahead(optimizers.Optimizer):
+    """An optimizer of a user around another one, of whose every second step it takes half."""
+
+    def __init__(self, inner_optimizer: Any) -> None:
+        super().__init__(learning_rate=0.0)
+        self.inner_optimizer = inner_optimizer
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.inner_optimizer.build(variables)
+        self.slow = [self.add_variable_from_reference(v, name="slow") for v in variables]
+        for slow, variable in zip(self.slow, variables, strict=True):
+            slow.assign(variable)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            with tf.init_scope():
+                self.build(trainable_variables)
+        self.inner_optimizer.apply(grads, trainable_variables)
+        self.iterations.assign_add(1)
+        for slow, variable in zip(self.slow, trainable_variables, strict=True):
+            half = slow + 0.5 * (variable - slow)
+            is_second = self.iterations % 2 == 0
+            slow.assign(tf.where(is_second, half, slow))
+            variable.assign(tf.where(is_second, half, variable))
+
+
 def several() -> Any:
     kernels, biases = optimizers.Adam(0.05), optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3)
     return optimizers.MultiOptimizer(
@@ -77,6 +104,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "MultiOptimizer": several,
     "own class": lambda: Centered(0.05, momentum=0.9),
     "own class, owned": lambda: Centered(0.05, momentum=0.9),
+    "own class around another": lambda: Lookahead(optimizers.Adam(0.05)),
+    "own class around another, owned": lambda: Lookahead(optimizers.Adam(0.05)),
 }
 WAYS = ((2, "owned"), (3, "collective"), (3, "owned"), (2, "in memory"))
 

@@ -45,8 +45,8 @@ LOOPS = (
     ),
     broken(
         "fit forgets clip_norm",
-        "options = all_options(make_train_step, arguments)",
-        'options = all_options(make_train_step, arguments) | {"clip_norm": None}',
+        "options = all_options(arguments)",
+        'options = all_options(arguments) | {"clip_norm": None}',
         "test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",
     ),
     # evaluate and predict ---------------------------------------------------------------------------

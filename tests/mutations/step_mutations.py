@@ -64,8 +64,8 @@ STEPS = (
     # test_clipping --------------------------------------------------------------------------------
     broken(
         "the norm in the logs is that after clipping",
-        "last = (norm, ",
-        "last = (global_norm(gradient.tensors), ",
+        "gradient_norm=norm,",
+        "gradient_norm=global_norm(gradient.tensors),",
         f"{CLIP}[clip_norm]",
     ),
     broken(

@@ -218,7 +218,11 @@ def _variable(name: str, value: float) -> tf.Variable:
 
 def unwrap_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
     """Returns the optimizer inside a ``keras.optimizers.LossScaleOptimizer``, or itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    import keras
+
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
 
 
 def parts_of(optimizer: KerasOptimizer) -> list[KerasOptimizer]:

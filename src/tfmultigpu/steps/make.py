@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import brief, check_count
 from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
@@ -19,7 +20,6 @@ from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.features.remat import CallOnce, Recompute
 from tfmultigpu.steps.features.xla import CompileByXla
 from tfmultigpu.steps.objective import Forward
-from tfmultigpu.steps.options import StepOptions, asked_for, check_options, check_verify
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.train import TrainStep
@@ -31,10 +31,21 @@ from tfmultigpu.types import (
     LossScaling as Scaling,
     Model,
     Optimizer,
+    Options,
     ShardUpdate,
     Strategy,
     Verify,
 )
+
+
+class StepOptions(TypedDict, total=False):
+    """Options that ``fit`` hands on to ``make_train_step``, and that a step is shown with."""
+
+    micro_batches: int | Sequence[int]
+    clip_norm: float | None
+    loss_scale: Scaling
+    logical_replicas: int | None
+    shard_update: ShardUpdate
 
 
 def make_train_step(
@@ -154,7 +165,7 @@ def make_train_step(
         passes, optimizer, strategy, _features(strategy, own, verify),
         metrics=StepMetrics(metrics, passes, strategy),
         shard_update=shard_update, settings=settings,
-        options=asked_for(make_train_step, options),
+        options=asked_for(options),
     )  # fmt: skip
     step.bind()
     if is_built(passes.model):
@@ -241,6 +252,44 @@ def make_predict_step(
     return PredictStep(
         model, strategy, _features(strategy, [Draws(), Lookups(), CallOnce()], verify)
     ).bind()
+
+
+# Options of a train step --------------------------------------------------------------------------
+
+
+def all_options(given: Mapping[str, object]) -> Options:
+    """Returns each of ``StepOptions`` as it is given, or else its default."""
+    parameters = inspect.signature(make_train_step).parameters
+    return {name: given.get(name, parameters[name].default) for name in StepOptions.__annotations__}
+
+
+def asked_for(options: Mapping[str, object]) -> Options:
+    """Returns the options of ``make_train_step`` that are not its default."""
+    parameters = inspect.signature(make_train_step).parameters
+    return {name: v for name, v in options.items() if v != parameters[name].default}
+
+
+def check_verify(verify: object) -> None:
+    """Checks the option ``verify``."""
+    if not isinstance(verify, bool) and verify not in ("first", "gradients"):
+        raise ValueError(
+            f"verify is 'first', True, False or 'gradients'. Received: verify={brief(verify)}."
+        )
+
+
+def check_options(options: StepOptions) -> int:
+    """Checks options, and returns how many parts of a shard ``micro_batches`` asks for."""
+    shard_update = options["shard_update"]
+    if not isinstance(shard_update, bool) and shard_update != "auto":
+        raise ValueError(
+            f"shard_update is True, False or 'auto'. Received: shard_update={brief(shard_update)}."
+        )
+    parts = options["micro_batches"]
+    counts = parts if isinstance(parts, (list, tuple)) else [parts]
+    return max(check_count("micro_batches", count, error=ValueError) for count in counts)
+
+
+# Features -----------------------------------------------------------------------------------------
 
 
 def _dealt(logical_replicas: int | None) -> list[Feature]:

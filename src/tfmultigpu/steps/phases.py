@@ -290,9 +290,15 @@ def _divide_here(
 
     # The numbers of this step, for the logs.
     skipped = 0.0 if gradient.valid is None else ~gradient.valid
-    last = (norm, tf.ones([]) if factor is None else factor)
     tally = Tally.of_step(
-        layout, sums_of_losses, weights, penalty, total, skipped=skipped, last=last
+        layout,
+        sums_of_losses,
+        weights,
+        penalty,
+        total,
+        skipped=skipped,
+        gradient_norm=norm,
+        loss_scale=tf.ones([]) if factor is None else factor,
     )
     return _for_optimizer(trained, gradient), (tally.sums, tally.last)
 

@@ -16,6 +16,9 @@ from tfmultigpu.data.batch_format import cast_all
 from tfmultigpu.lists import pick
 from tfmultigpu.types import Scalar, Tensor
 
+# What a step logs of itself alone, and what it is if nobody says: steps do not add it up.
+OF_LAST_STEP: dict[str, Scalar] = {"gradient_norm": 0.0, "loss_scale": 1.0}
+
 
 class Numbers(NamedTuple):
     """The numbers of a tally, by name: tensors, or floats.
@@ -165,7 +168,7 @@ class Tally(NamedTuple):
 
     Attributes:
         sums: A float64 vector, whose entries ``Numbers`` names.
-        last: The gradient norm and the loss scale of the last step: a float64 vector.
+        last: ``OF_LAST_STEP`` of the last step: a float64 vector.
     """
 
     layout: Layout | None  # None after no step.
@@ -188,7 +191,7 @@ class Tally(NamedTuple):
         rows: Scalar,
         *,
         skipped: Scalar = 0.0,
-        last: Sequence[Scalar] = (0.0, 1.0),
+        **of_last_step: Scalar,
     ) -> Tally:
         """Returns the tally of one step, from scalars of any float dtype.
 
@@ -199,7 +202,7 @@ class Tally(NamedTuple):
             penalty: The weight regularization, the last term.
             rows: The rows of the global batch.
             skipped: Whether the update was skipped.
-            last: The gradient norm and the loss scale.
+            **of_last_step: Numbers of ``OF_LAST_STEP``, by name.
         """
         sums: list[Tensor] = []
         divisors: list[Scalar] = []
@@ -213,8 +216,8 @@ class Tally(NamedTuple):
         totals, divided_by = tf.stack(sums), tf.stack(divisors)
         means = tf.math.divide_no_nan(totals, divided_by)
         counters = tf.stack([one, rows, tf.cast(skipped, tf.float64)])
-        ends = tf.stack(cast_all(last, tf.float64))
-        return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), ends)
+        last = tf.stack(cast_all({**OF_LAST_STEP, **of_last_step}.values(), tf.float64))
+        return cls(layout, tf.concat([counters, totals, divided_by, means * rows], 0), last)
 
     def __repr__(self) -> str:
         """Returns its numbers, not divided; inside a ``tf.function`` that there are none."""
@@ -239,8 +242,9 @@ class Tally(NamedTuple):
         numbers = Numbers.of(tf.unstack(tf.broadcast_to(self.sums, [size]), num=size))
         logs = self.layout.means(numbers)
         if self.layout.trains:
-            norm, scale = tf.unstack(tf.broadcast_to(self.last, [2]), num=2)
-            logs |= {"skipped": numbers.skipped, "gradient_norm": norm, "loss_scale": scale}
+            count = len(OF_LAST_STEP)
+            last = tf.unstack(tf.broadcast_to(self.last, [count]), num=count)
+            logs |= {"skipped": numbers.skipped, **dict(zip(OF_LAST_STEP, last, strict=True))}
         single = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
         return {"steps": tf.cast(numbers.steps, tf.int64), **single}
 

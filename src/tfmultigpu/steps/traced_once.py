@@ -39,7 +39,7 @@ from tfmultigpu.strategies.called_by_all import (
 )
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_parts import sharded_of
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.topology import kind_of, local_replicas
 from tfmultigpu.types import Context, KerasModel, Tensor
 from tfmultigpu.user_code import OURS
 
@@ -67,7 +67,7 @@ def why_each(
         return "this process has one replica"
     if replicas < strategy.num_replicas_in_sync:
         return "there are several workers"
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+    if not kind_of(strategy).may_trace_once:
         return f"{type(strategy).__name__} has a way of its own"
     for feature in features:
         if type(feature).around_replica is not Feature.around_replica:

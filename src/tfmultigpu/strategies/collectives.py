@@ -16,7 +16,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.lists import pick, present
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
-from tfmultigpu.strategies.topology import is_one_process, local_replicas, per_replica
+from tfmultigpu.strategies.topology import is_one_process, kind_of, local_replicas, per_replica
 from tfmultigpu.types import Context, Tensor
 
 REDUCED = "_tfmultigpu_reduced"  # An attribute of gradients that are those of all replicas.
@@ -68,7 +68,7 @@ def adds_lists(strategy: tf.distribute.Strategy) -> bool:
     """
     if replicas_share_memory(strategy):
         return True
-    if isinstance(strategy, tf.distribute.TPUStrategy):
+    if not kind_of(strategy).sends_lists:
         return False
     return _sends_lists.get() or not tf.inside_function()
 

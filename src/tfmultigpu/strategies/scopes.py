@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,6 +16,7 @@ from tfmultigpu.strategies.topology import (
     describe,
     devices_of,
     is_default,
+    kind_of,
     strategy_of,
     tf_variable,
 )
@@ -101,10 +101,7 @@ def _check_strategy(strategy: object) -> None:
         strategy = tf.distribute.get_strategy()
     kind = tf.distribute.Strategy
     _check("strategy", strategy, kind, "tf.distribute.Strategy", "tmg.create_strategy()")
-    distribute: Any = tf.distribute
-    experimental = distribute.experimental
-    central = experimental.CentralStorageStrategy, experimental.ParameterServerStrategy
-    if isinstance(strategy, (*central, distribute.ParameterServerStrategy)):
+    if kind_of(strategy).shares_copies:
         raise StrategyUnavailableError(
             "Replicas of this strategy share one copy of each variable, and each would update it.",
             type(strategy).__name__,
@@ -145,12 +142,21 @@ def refuse_one_device(function: str) -> None:
         received, scope = f"{kinds}, unused", "its scope"
     else:
         received, scope = f"{len(living)} strategies, none entered: {kinds}", "the scope of one"
+    alone = 'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
+    if function in ("fit", "evaluate", "predict"):  # They run where their model was created.
+        raise ScopeError(
+            f"{function} would run on one device: the model was created outside the scope.",
+            received,
+            f"Create the model in {scope}, and compile it there:\n"
+            "    with strategy.scope():\n"
+            "        model = ...\n"
+            f"        model.compile(...)\n{alone}",
+        )
     raise ScopeError(
         f"{function} would run on one device: it got no strategy, and no model created in the "
         "scope of one.",
         received,
-        f"{_line_for(function, scope)}\n"
-        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.',
+        f"{_line_for(function, scope)}\n{alone}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,46 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.types import KerasModel, KerasVariable, Shard
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a class of strategies can do.
+
+    Attributes:
+        mirrors: Whether it keeps a copy of each variable on each of its devices here.
+        shares_copies: Whether replicas would all update one copy, which is refused.
+        may_trace_once: Whether one trace may be called for each replica of this process.
+        sends_lists: Whether its collectives send lists of rows.
+        counts_draws: Whether a generator of its devices can start to count further on.
+    """
+
+    mirrors: bool = False
+    shares_copies: bool = False
+    may_trace_once: bool = False
+    sends_lists: bool = True
+    counts_draws: bool = True
+
+
+_distribute: Any = tf.distribute
+_CENTRAL = Kind(shares_copies=True)
+# A class that is none of these, such as OneDeviceStrategy, is of the plain kind.
+_KINDS: dict[type, Kind] = {
+    _distribute.MirroredStrategy: Kind(mirrors=True, may_trace_once=True),
+    _distribute.MultiWorkerMirroredStrategy: Kind(mirrors=True),
+    _distribute.TPUStrategy: Kind(sends_lists=False, counts_draws=False),
+    _distribute.experimental.CentralStorageStrategy: _CENTRAL,
+    _distribute.experimental.ParameterServerStrategy: _CENTRAL,
+    _distribute.ParameterServerStrategy: _CENTRAL,
+}
+
+
+def kind_of(strategy: object) -> Kind:
+    """Returns what a strategy can do by its class; nothing else asks for its class."""
+    for known, kind in _KINDS.items():
+        if isinstance(strategy, known):
+            return kind
+    return Kind()
+
+
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this is TensorFlow's default strategy, of one device."""
     return not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy()
@@ -20,8 +61,7 @@ def is_default(strategy: tf.distribute.Strategy) -> bool:
 
 def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a strategy keeps a copy of each variable on each of several local devices."""
-    kinds = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
-    return isinstance(strategy, kinds) and len(strategy.extended.worker_devices) > 1
+    return kind_of(strategy).mirrors and len(strategy.extended.worker_devices) > 1
 
 
 def is_sharded(variable: KerasVariable) -> bool:

@@ -11,7 +11,7 @@ from tfmultigpu.addons.loops.evaluation import evaluate
 from tfmultigpu.addons.loops.methods import as_method, check_names, refuse_own_methods
 from tfmultigpu.addons.loops.prediction import predict
 from tfmultigpu.addons.loops.training import fit
-from tfmultigpu.steps.options import StepOptions
+from tfmultigpu.steps.make import StepOptions
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import KerasModel, Options
 

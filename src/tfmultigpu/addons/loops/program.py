@@ -29,9 +29,8 @@ from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
-from tfmultigpu.steps.make import make_eval_step, make_train_step
+from tfmultigpu.steps.make import asked_for, make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
-from tfmultigpu.steps.options import asked_for
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import Function, KerasModel, Options, Verify
@@ -72,7 +71,7 @@ class Program:
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
         options_of_step = {"forward": forward, **options, "verify": verify}
-        beside = list(asked_for(make_train_step, options_of_step))
+        beside = list(asked_for(options_of_step))
         if step is not None and beside:
             raise ValueError(
                 f"A step has its own options. Received: {beside[0]} and a step. Give it to "

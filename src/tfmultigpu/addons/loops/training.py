@@ -34,8 +34,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
-from tfmultigpu.steps.make import make_train_step
-from tfmultigpu.steps.options import StepOptions, all_options, check_verify
+from tfmultigpu.steps.make import StepOptions, all_options, check_verify
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import (
@@ -88,6 +87,7 @@ def fit(
     epochs: int = 1,
     verbose: Verbose = "auto",
     *,
+    x: Any = None,
     forward: ForwardFunction | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
@@ -113,6 +113,7 @@ def fit(
         epochs: Train up to this epoch, counted from ``initial_epoch``'s 0.
         verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
             chief prints.
+        x: Keras' name of ``data``, for calls that were written for ``model.fit``.
         forward: See ``make_train_step``; replaces compiled losses. Metrics that are attributes of
             the model, and that it updates, are shown in the logs. Compile the model with an
             optimizer only. Each call of ``fit`` traces it anew; a ``step`` is traced once.
@@ -125,8 +126,9 @@ def fit(
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
         verify: See ``make_train_step``; also applies to validation.
-        **arguments: ``micro_batches``, ``clip_norm``, ``loss_scale``, ``logical_replicas`` (also
-            of validation) and ``shard_update`` of ``make_train_step``, and all others of
+        **arguments: Options of ``make_train_step``, such as ``micro_batches`` and ``clip_norm``;
+            all but ``metrics``, ``jit_compile``, ``variables`` and ``features``.
+            ``logical_replicas`` also applies to validation. And all other arguments of
             ``keras.Model.fit``, with its defaults, such as ``validation_data``, ``class_weight``
             and ``callbacks``.
 
@@ -155,12 +157,10 @@ def fit(
     """
     check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
-    if data is None:  # Keras' name of it, for arguments that were written for model.fit.
-        data = arguments.pop("x", None)  # type: ignore[typeddict-item]
     of_keras = {**arguments, "batch_size": batch_size, "epochs": epochs, "verbose": verbose}
     given = checked_arguments(of_keras)
-    source = source_of("fit", data, y=y, sample_weight=given["sample_weight"])
-    options = all_options(make_train_step, arguments)
+    source = source_of("fit", data, x=x, y=y, sample_weight=given["sample_weight"])
+    options = all_options(arguments)
     program = Program.of(model, forward, step, eval_step, verify, options)
     strategy = program.strategy
     callbacks = to_list(given["callbacks"])

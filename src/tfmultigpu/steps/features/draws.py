@@ -36,6 +36,7 @@ from tfmultigpu.lists import pick
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
+from tfmultigpu.strategies.topology import kind_of
 from tfmultigpu.types import Function, Nested, Options, Scalar, Tensor
 from tfmultigpu.user_code import place_of_user
 
@@ -211,7 +212,7 @@ class Draws(Feature):
             "next": self.seeds.next_of,
         }
         # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
-        counted = {} if isinstance(strategy, tf.distribute.TPUStrategy) else dict(_COUNTED)
+        counted = dict(_COUNTED) if kind_of(strategy).counts_draws else {}
         if self._by_xla:
             counted.pop("stateless_normal", None)
         for name in (*_COUNTED, *_CUT):
