@@ -36,7 +36,7 @@ WORDS = (
     ),
     broken(
         "a variable of the first call is left to TensorFlow",
-        "            contexts.enter_context(refusing_new_variables())",
+        "            contexts.enter_context(_refusing_new_variables())",
         "            pass",
         f"{LATE}[tensorflow_variable]",
         f"{LATE}[keras_variable]",

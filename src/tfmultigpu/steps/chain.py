@@ -9,13 +9,13 @@ from typing import Any
 from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.lists import by_id, present
+from tfmultigpu.steps.assignments import noting_effects
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import Looped, Step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
-from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe

@@ -32,14 +32,19 @@ from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.data.batch_format import NOT_ALIKE
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, map_present, present
-from tfmultigpu.steps.assignments import DeferredAssignments, assign
+from tfmultigpu.steps.assignments import (
+    DeferredAssignments,
+    assign,
+    may_not_be_linear,
+    noting_effects,
+    number_of_operations,
+)
 from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
-from tfmultigpu.steps.trace import may_not_be_linear, noting_effects, number_of_operations
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import values_of, with_values
 from tfmultigpu.strategies.topology import is_on_read, local_replicas, per_replica

@@ -17,7 +17,7 @@ from tfmultigpu.lists import present
 from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchKind, BatchReader, LoopKind, Split, known_spec, on_shards
 from tfmultigpu.steps.loop import VECTOR, KeptBatch, loop_over
-from tfmultigpu.steps.slow import saying_if_slow
+from tfmultigpu.steps.pace import saying_if_slow
 from tfmultigpu.steps.tally import Layout, Tallies, add, layouts_of, logs_of, tallies_of, vectors_of
 from tfmultigpu.steps.values import Batch, Shards, Trace
 from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
-from tfmultigpu.steps.assignments import noting_additions
+from tfmultigpu._patch import patching
+from tfmultigpu.steps.assignments import deferred_here, noting_additions
+from tfmultigpu.steps.failures import new_variable
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
 from tfmultigpu.steps.taken_in import noting_calls
-from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import (
     TracedOnce,
     call_on_one_device,
@@ -28,7 +30,8 @@ from tfmultigpu.steps.traced_once import (
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasLayer, KerasModel
+from tfmultigpu.types import Function, KerasLayer, KerasModel, KerasVariable, Nested
+from tfmultigpu.user_code import place_of_user
 
 
 class OfReplicas(Protocol):
@@ -158,7 +161,37 @@ def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
         ExitStack() as contexts,
     ):
         if step.strategy.num_replicas_in_sync > 1:
-            contexts.enter_context(refusing_new_variables())
+            contexts.enter_context(_refusing_new_variables())
         for feature in step.features:
             contexts.enter_context(feature.around_model(rows))
         yield
+
+
+@contextmanager
+def _refusing_new_variables() -> Iterator[None]:
+    """Refuses variables that code of the user creates in the context, on a replica of several.
+
+    TensorFlow would fail with an error about placeholders, or Keras about a stateless scope. What
+    works stays: Keras creates a variable with an initializer after that code, as for a metric that
+    builds itself, and a ``tf.function`` of the user's creates its own before its second trace.
+    """
+
+    def create(original: Function, **options: object) -> Nested:
+        if deferred_here() is not None:
+            raise new_variable(_described(options.get("name")))
+        return original(**options)
+
+    def begin(original: Function, variable: KerasVariable, *args: object, **kwargs: object) -> None:
+        initial = args[0] if args else kwargs.get("initializer")
+        is_value = not (callable(initial) or isinstance(initial, str))
+        if is_value and deferred_here() is not None:
+            raise new_variable(_described(kwargs.get("name")))
+        original(variable, *args, **kwargs)
+
+    with tf.variable_creator_scope(create), patching(keras.Variable, "__init__", begin):
+        yield
+
+
+def _described(name: object) -> str:
+    what = f"variable {name!r}" if name else "a variable"
+    return f"{what}, created in {place_of_user()}"

@@ -20,9 +20,9 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchReader, LoopKind, Split, batch_of, rows_of, spec_of
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
+from tfmultigpu.steps.pace import CallLength
 from tfmultigpu.steps.program import Key, Loop, Program, Programs
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import (

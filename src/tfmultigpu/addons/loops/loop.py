@@ -24,10 +24,10 @@ from tfmultigpu.addons.loops.workers import check_same_training
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.recorder import noting
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
+from tfmultigpu.steps.pace import CallLength
 from tfmultigpu.steps.tally import Layout, Numbers, Tally
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.row_parts import sharded_of

@@ -26,11 +26,11 @@ from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.addons.loops.methods import refuse_own_methods, replaces
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import asked_for, make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.pace import CallLength
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import Function, KerasModel, Options, Verify
