@@ -43,8 +43,8 @@ WORDS = (
     ),
     broken(
         "an evaluation of nothing is a loss of zero",
-        "found = terms or self.step_metrics.all or deferred.variables or self._penalized()",
-        "found = True",
+        "something = terms or self.step_metrics.all or deferred.variables or self._penalized()",
+        "something = True",
         "test_what_a_first_step_says.py::test_nothing_to_evaluate_is_no_loss_of_zero",
     ),
     broken(

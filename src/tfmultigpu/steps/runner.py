@@ -23,7 +23,7 @@ from tfmultigpu.steps.batches import BatchReader, LoopKind, Split, batch_of, row
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.pace import CallLength
-from tfmultigpu.steps.program import Key, Loop, Program, Programs
+from tfmultigpu.steps.program import Key, ManyBatches, Program, Programs
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import (
     Tallies,
@@ -257,7 +257,7 @@ class Runner:
         self.programs.loop_for(kind).note_call(seconds, tallies, watched=watches)
         return tallies
 
-    def _is_long(self, loop: Loop) -> bool:
+    def _is_long(self, loop: ManyBatches) -> bool:
         """Returns whether a step takes so long that a compiled loop would save nothing.
 
         To compile one takes as long as the first step, whose own function is there if that was

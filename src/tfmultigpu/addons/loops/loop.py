@@ -291,8 +291,8 @@ def _epoch_logs(
         by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
     losses: dict[str, Tensor] = {}
-    for step, one in sums.items():
-        means = _layout_of(one).means(Numbers.of(one.numbers), by_rows=by_rows)
+    for step, step_sums in sums.items():
+        means = _layout_of(step_sums).means(Numbers.of(step_sums.numbers), by_rows=by_rows)
         for name, value in means.items():
             if name.endswith("loss"):
                 losses[f"{step}_{name}" if step else name] = value

@@ -222,11 +222,11 @@ class Program:
 
 def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
-    own = set(map(id, model.variables))
+    of_model = set(map(id, model.variables))
     trained: set[int] = set()
     for part in step.train_steps:
         trained.update(map(id, part.forward.trained))
-    if own and trained and not own & trained:
+    if of_model and trained and not of_model & trained:
         names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(
             "The step does not train the model, which callbacks would save and restore. Received: "

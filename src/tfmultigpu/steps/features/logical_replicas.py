@@ -169,12 +169,12 @@ class LogicalReplicas(Feature):
         numbers = [i for i, state in enumerate(trace.state) if id(state) in shared]
         given: list[Pass] = []
         replicas = local_replicas(self._strategy)
-        for replica, result, place in zip(replicas, passes, rows, strict=True):
+        for replica, result, dealt in zip(replicas, passes, rows, strict=True):
             is_first = replica == number == 0
             with tf.device(result.stats.device):
                 values: list[Tensor] = []
                 for i in numbers:
-                    values.append(_addend(trace.state[i], result.state[i], place, is_first))
+                    values.append(_addend(trace.state[i], result.state[i], dealt, is_first))
                 addends = [unique(one) if is_list(one) else one for one in result.addends]
             given.append(result.with_addends(addends)._replace(shared=tuple(values)))
         return given

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmultigpu.lists import of_type
-from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
+from tfmultigpu.steps.features.feature import BoundStep, Feature, RunsParts
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import is_list, joined, unique
@@ -27,7 +27,7 @@ class MicroBatches(Feature):
         count: The largest number of parts; with fewer rows there is one for each.
     """
 
-    def __init__(self, count: int, loop: Loop | None = None) -> None:
+    def __init__(self, count: int, loop: RunsParts | None = None) -> None:
         self.count = count
         self._loop = loop or one_after_the_other
 
@@ -64,12 +64,12 @@ class MicroBatches(Feature):
             def body(number: Scalar, *flat: Tensor) -> tuple[Nested, ...]:
                 before = _unflat(flat, first)
                 states: list[tuple[Tensor, ...]] = []
-                for at_first, one in zip(begin, before, strict=True):
-                    values = list(one.state)
-                    for place, variable in enumerate(trace.state):
+                for at_first, sums in zip(begin, before, strict=True):
+                    values = list(sums.state)
+                    for i, variable in enumerate(trace.state):
                         # Seeds are as for the first part: all take their part of the same draws.
                         if id(variable) in seeds:
-                            values[place] = at_first[place]
+                            values[i] = at_first[i]
                     states.append(tuple(values))
                 part = shards.cut(tf.cast(number, tf.int64), count)
                 new = phase(part._replace(state=states), trace)
@@ -82,7 +82,7 @@ class MicroBatches(Feature):
 
     def _states_of_replicas(self, trace: Trace, replicas: int) -> list[tuple[Tensor, ...]]:
         """Returns for each replica of this process the values of ``trace.state``."""
-        states = self._strategy.run(lambda: [tf.identity(one.value) for one in trace.state])
+        states = self._strategy.run(lambda: [tf.identity(state.value) for state in trace.state])
         if not states:
             return [()] * replicas
         local = map(self._strategy.experimental_local_results, states)
