@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.lists import by_id
 from tfmultigpu.steps.assignments import deferred_here, noting_additions
 from tfmultigpu.steps.failures import new_variable
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
-from tfmultigpu.steps.taken_in import noting_calls
 from tfmultigpu.steps.traced_once import (
     TracedOnce,
     call_on_one_device,
@@ -157,7 +158,7 @@ def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
         noting_additions(),
         standing_at(rows),
         undivided_losses(),
-        noting_calls(step.model, step.beside),
+        _noting_calls(step.model, step.beside),
         ExitStack() as contexts,
     ):
         if step.strategy.num_replicas_in_sync > 1:
@@ -195,3 +196,18 @@ def _refusing_new_variables() -> Iterator[None]:
 def _described(name: object) -> str:
     what = f"variable {name!r}" if name else "a variable"
     return f"{what}, created in {place_of_user()}"
+
+
+@contextmanager
+def _noting_calls(model: KerasModel, called: dict[int, KerasLayer]) -> Iterator[None]:
+    """Adds the layers that are called in the context and are not in the model, by their ``id``."""
+    inside = by_id(_compat.layers_inside(model))
+
+    def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
+        # The model may be a weak reference to this layer.
+        if isinstance(layer, keras.Layer) and id(layer) not in inside and layer != model:
+            called[id(layer)] = layer
+        return original(layer, *args, **kwargs)
+
+    with patching(keras.Operation, "__call__", call):
+        yield
