@@ -17,7 +17,7 @@ from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs, keeping_additions
-from tfmultigpu.strategies.row_lists import is_list, joined, unique
+from tfmultigpu.strategies.row_lists import added, is_list, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
 from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Tensor
 from tfmultigpu.user_code import warn
@@ -220,19 +220,9 @@ def _sum_of(left: _Group, right: _Group) -> _Group:
     sums: list[Pass] = []
     for before, result in zip(left.passes, right.passes, strict=True):
         with tf.device(result.stats.device), keeping_additions():
-            flat = _add_each(_addends(before), _addends(result))
+            flat = list(map(added, _addends(before), _addends(result)))
         sums.append(_with_addends(result, flat)._replace(state=before.state))
     return _Group(left.size + right.size, sums)
-
-
-def _add_each(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    sums: list[Any] = []
-    for before, addend in zip(left, right, strict=True):
-        if is_list(addend):
-            sums.append(unique(joined([before, addend])))
-        else:
-            sums.append(before + addend)
-    return sums
 
 
 def _addends(result: Pass) -> list[Any]:

@@ -10,7 +10,7 @@ from tfmultigpu.lists import of_type
 from tfmultigpu.steps.features.feature import BoundStep, Feature, RunsParts
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import is_list, joined, unique
+from tfmultigpu.strategies.row_lists import added, is_list, unique
 from tfmultigpu.types import Function, Nested, Scalar, Tensor
 
 
@@ -112,26 +112,17 @@ def one_after_the_other(
 def _sum(new: Pass, before: Pass | None = None) -> Pass:
     """Returns the sum of two passes, or a pass by itself, with the states of the new one.
 
-    A list of the rows of a table has each row once, so it is never longer than the table.
+    A list of the rows of a table has each row once.
     """
-    addends = new.addends
-    if before is not None:
-        addends = list(map(_add, before.addends, addends))
-    return new.with_addends(list(map(_each_row_once, addends)))
-
-
-def _add(before: Tensor, addend: Tensor) -> Tensor:
-    with tf.device(addend.device):  # What is added on a device of its own stays there.
-        if is_list(addend):
-            return joined([before, addend])
-        return before + addend
-
-
-def _each_row_once(addend: Tensor) -> Tensor:
-    if not is_list(addend):
-        return addend
-    with tf.device(addend.device):
-        return unique(addend)
+    sums: list[Tensor] = []
+    earlier = [] if before is None else before.addends
+    for number, addend in enumerate(new.addends):
+        with tf.device(addend.device):  # What is added on a device of its own stays there.
+            if before is not None:
+                sums.append(added(earlier[number], addend))
+            else:
+                sums.append(unique(addend) if is_list(addend) else addend)
+    return new.with_addends(sums)
 
 
 def _flat(passes: Sequence[Pass]) -> list[Tensor]:
