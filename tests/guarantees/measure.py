@@ -1,4 +1,4 @@
-"""Measures every case on both sides and writes docs/guarantees.json and docs/guarantees.md."""
+"""Measures every case on both sides and writes guarantees.json and .md of docs/contributing."""
 
 from __future__ import annotations
 

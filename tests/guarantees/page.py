@@ -11,7 +11,7 @@ from typing import Any
 
 from guarantee import Outcome
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guarantees.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "contributing" / "guarantees.md"
 RECORD = PAGE.with_suffix(".json")
 COMMAND = "python tests/guarantees/measure.py"
 REPOSITORIES = {
@@ -26,7 +26,7 @@ SCALES = ("weights", "loss", "metric", "predictions", "outputs", "accuracy", "ho
 HEAD = """\
 # Guarantees
 
-<!-- Made by {command}. Do not edit: a test compares this page with docs/guarantees.json. -->
+<!-- Made by {command}. Do not edit: a test compares this page with guarantees.json. -->
 
 {cases} cases are difficult on several devices. Each was **measured**, in plain TensorFlow and Keras
 and with this library: is the result what one device gives on the same global batches?

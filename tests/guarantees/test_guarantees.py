@@ -67,7 +67,7 @@ def hold_plain(case: Case, outcome: Outcome) -> None:
 def test_the_page_is_what_the_record_says_of_each_case(subtests: pytest.Subtests) -> None:
     record = page.read()
     assert page.PAGE.read_text() == page.render(record), (
-        "docs/guarantees.md is not what docs/guarantees.json says; it is never edited by hand: "
+        "guarantees.md is not what guarantees.json says; it is never edited by hand: "
         "run `python tests/guarantees/measure.py`"
     )
     assert list(record["cases"]) == [case.name for case in CASES]

@@ -16,7 +16,7 @@ from lines.messages import VALUE, messages
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tfmultigpu"
 # Pages that are made by a program, from texts that are held elsewhere.
-MADE = {"docs/contributing/mutations.md", "docs/guarantees.md"}
+MADE = {"docs/contributing/mutations.md", "docs/contributing/guarantees.md"}
 
 TICS = {
     r"\b(?<!you )(?<!You )(?<!users )(?:is|are|was|were|be) told\b": "reported, warned about; who?",
@@ -89,6 +89,13 @@ def tics_in(texts: Iterator[tuple[str, str]]) -> list[str]:
 # Fails if a page has a sentence that a test can tell is read twice.
 def test_pages_are_plain() -> None:
     assert tics_in(pages()) == []
+
+
+# Fails if the pages of users grow: what only a contributor needs stands in docs/contributing.
+def test_users_read_fifteen_thousand_words_at_most() -> None:
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")]
+    words = sum(len(path.read_text().split()) for path in (ROOT / "README.md", *files))
+    assert words <= 15_000
 
 
 # Fails if a docstring has one, or begins with "Takes": it says what the object is for.

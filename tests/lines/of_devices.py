@@ -252,13 +252,33 @@ def one_device_of_two(told: Told) -> None:
 @example("must be one of {}. Received")
 def an_unknown_choice(told: Told) -> None:
     three_gpus()
-    with told():
-        tmg.plan_strategy(prefer="gpus")
+    for many in ("gpu", "gpus"):
+        with told(ValueError, 'Write "auto", and name devices'):
+            tmg.plan_strategy(prefer=many)  # type: ignore[arg-type]
     tmg.plan_strategy("auto", devices=["GPU:0", "GPU:1"])
     for first in (2, ["GPU:0", "GPU:1"], "GPU:0"):
         with told(ValueError, re.escape(f"Write create_strategy(devices={first!r}).")):
             tmg.plan_strategy(first)  # type: ignore[arg-type]
         tmg.plan_strategy(devices=first)
+
+
+@example("would run on one device: the model was created outside the scope")
+def a_fit_of_a_model_outside_the_scope(told: Told) -> None:
+    tmg.split_device("CPU:0", parts=2)
+    strategy = tmg.create_strategy(devices=2)
+    rows = np.ones((4, 2), "float32")
+
+    def build() -> Any:
+        model = network(2, keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+        return model
+
+    with told():
+        tmg.fit(build(), rows, rows[:, :1], verbose=0)
+    for scope in (strategy, tmg.create_strategy(prefer="one_device")):
+        with scope.scope():
+            model = build()
+        tmg.fit(model, rows, rows[:, :1], verbose=0)
 
 
 @example("would run on one device: it got no strategy")

@@ -219,6 +219,15 @@ def no_data(told: Told) -> None:
     tmg.evaluate(fitted(), (X, Y), verbose=0)
 
 
+@example(" takes its data once: x is Keras' name of it")
+def data_and_x(told: Told) -> None:
+    with told(
+        TypeError, r"predict takes .* Received: data and x\. Write tmg\.predict\(model, data\)"
+    ):
+        tmg.predict(fitted(), X, x=X)
+    tmg.predict(fitted(), X, verbose=0)
+
+
 @example("A tuple is (x, y), so it holds labels already")
 def a_tuple_beside_labels(told: Told) -> None:
     with told(tmg.errors.DataError, r"a tuple of 2, and y\. Write tmg\.fit\(model, \(x, y"):

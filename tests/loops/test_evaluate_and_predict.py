@@ -96,6 +96,22 @@ class Everything(keras.Model):
         }
 
 
+def test_keras_name_of_the_data() -> None:
+    def compiled() -> dict[str, Any]:
+        return {"loss": "mse", "optimizer": "sgd"}
+
+    model, _ = pair(2, several_outputs, compiled)
+    inputs, labels = [X, -X], [SIZE, 2 * SIZE]
+    expected = tmg.evaluate(model, inputs, labels, verbose=0)
+    assert tmg.evaluate(model, x=inputs, y=labels, verbose=0) == expected
+    named, given = tmg.predict(model, x=inputs, verbose=0), tmg.predict(model, inputs, verbose=0)
+    for ours, theirs in zip(named, given, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    before = model.get_weights()[0]
+    tmg.fit(model, x=inputs, y=labels, verbose=0)
+    assert not np.array_equal(model.get_weights()[0], before)
+
+
 def test_structures_and_types() -> None:
     with strategy_of(3).scope():
         model = Everything()

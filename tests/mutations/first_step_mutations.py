@@ -49,14 +49,14 @@ FIRST_STEP = (
     ),
     broken(
         "BatchNormalization is all that is said of a model",
-        'if said and outcome.outcome == "same":',
-        "if said:",
+        'return [*said, *[each for each in outcomes if each.outcome != "same"]], later',
+        "return said, later",
         "test_first_step.py::test_a_second_fault_is_found_beside_batch_normalization",
     ),
     broken(
         "what each replica has kept for itself is compared",
-        "            if scope is None:\n                return original(layer",
-        "            if True:\n                return original(layer",
+        "                for copy in others:\n",
+        "                for copy in ():\n",
         "test_first_step.py::test_a_model_that_was_trained_before_has_no_second_fault",
     ),
 )

@@ -18,11 +18,12 @@ import tfmultigpu as tmg
 from tfmultigpu._patch import lock_of
 from tfmultigpu.addons.verification.locate import locate
 from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.putting_back import Kept
 from tfmultigpu.steps import Feature
 from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.strategies.attached import attached
-from tfmultigpu.user_code import place_of_user
+from tfmultigpu.user_code import place_of_user, warn
 
 X, Y = map(tf.constant, normal_rows(7, 4, 2))
 HOOKS = {name for name, value in vars(Feature).items() if inspect.isfunction(value)}
@@ -115,7 +116,7 @@ def entered() -> dict[str, tuple[set[str], set[str]]]:
     program, _ = trained.runner.programs.of_batch(((X, Y), leaves, offsets))
 
     def on_one_device() -> Any:
-        device = OneDevice(trained, tf.identity, by_itself=True)
+        device = OneDevice(trained, tf.identity, Kept(trained), by_itself=True)
         device.run((X, Y), program)
         return device
 
@@ -164,6 +165,26 @@ def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
         source = "def asks(): return place_of_user()"
         exec(compile(source, str(ours.with_name(f"{ours.name}_more") / "layer.py"), "exec"), names)
         assert names["asks"]() == "asks (line 1 of layer.py)"
+
+
+# Fails if a message names the copy of a function that AutoGraph runs.
+def test_a_place_in_a_tf_function_is_the_one_that_was_written() -> None:
+    places = []
+
+    @tf.function
+    def converted(x: Any) -> Any:
+        if x > 0:
+            x = x + 1.0
+        places.append(place_of_user())
+        warn("at this line")
+        return x
+
+    with pytest.warns(UserWarning, match="at this line") as caught:
+        converted(tf.constant(1.0))
+    assert [warning.filename for warning in caught] == [__file__]
+    lines = Path(__file__).read_text().splitlines()
+    assert lines[caught[0].lineno - 1].strip() == 'warn("at this line")'
+    assert places == [f"converted (line {caught[0].lineno - 1} of {Path(__file__).name})"]
 
 
 def test_a_feature_may_return_a_new_gradient() -> None:

@@ -1,4 +1,4 @@
-"""The features of docs/own-features.md, as they stand there, held to one device."""
+"""The features of docs/contributing/own-features.md, as they stand there, held to one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from problems import networks, normal_rows
 import tfmultigpu as tmg
 from tfmultigpu.strategies.collectives import forcing_addition
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-features.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing" / "own-features.md"
 (X,) = normal_rows(23, 3, seed=3)
 BATCHES = cut((X, X[:, :1]), (7, 1, 6, 2, 7))
 

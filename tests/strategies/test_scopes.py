@@ -67,11 +67,16 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(make: Any, call: 
         "Create the model in its scope, and give steps and distribute_dataset the strategy, "
         f"strategy=strategy:\n{SCOPE}"
     )
+    why = "it got no strategy, and no model created in the scope of one"
     if call == "GradientAccumulator":
         lines = f"Create the model and the window in its scope:\n{ACCUMULATOR}"
+    elif call in ("fit", "evaluate", "predict"):
+        why = "the model was created outside the scope"
+        lines = "Create the model in its scope, and compile it there:\n"
+        lines += f"{SCOPE}\n        model.compile(...)"
     assert str(caught.value) == (
-        f"{call} would run on one device: it got no strategy, and no model created in the scope of "
-        f"one. Received: MirroredStrategy with 2 replica(s), unused. {lines}\n"
+        f"{call} would run on one device: {why}. "
+        f"Received: MirroredStrategy with 2 replica(s), unused. {lines}\n"
         'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
     )
     with strategy.scope():

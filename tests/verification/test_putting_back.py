@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.verification.putting_back import contents_of, putting_back
+from tfmultigpu.addons.verification.putting_back import Kept, contents_of
 from tfmultigpu.steps.other_states import Touched
 
 SHAPE = 70_000, 8  # Three pieces.
@@ -48,7 +48,7 @@ def test_all_bits_are_put_back(kind: str, dtype: tf.DType, is_table: bool) -> No
     def change() -> Any:
         variable.assign(variable + 1)
 
-    with putting_back(step, change.get_concrete_function()) as (before,):
+    with Kept(step).putting_back(change.get_concrete_function()) as (before,):
         change()
         assert variable.numpy().tobytes() != bits
         assert before.value.numpy().tobytes() == bits
@@ -72,7 +72,7 @@ def test_equal_copies_are_kept_as_one(is_table: bool) -> None:
         strategy.run(lambda: [each.assign(each * 2.0) for each in (variable, other)])
 
     bits = [each.numpy().tobytes() for each in (*copies, *others)]
-    with putting_back(step, change.get_concrete_function()) as before:
+    with Kept(step).putting_back(change.get_concrete_function()) as before:
         change()
         kept = {id(each.handle): each.kept for each in before}
         assert kept[id(copies[0].handle)] is kept[id(copies[1].handle)]

@@ -7,7 +7,6 @@ import functools
 import operator
 import re
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 from tfmultigpu.lists import present
 from tfmultigpu.strategies.scopes import refuse_legacy_keras
 from tfmultigpu.types import Function, Nested, Scalar, Tensor
+from tfmultigpu.user_code import warn
 
 rows_of_step: ContextVar[Any] = ContextVar("rows_of_step", default=None)  # On this replica.
 # Attributes of tensors, as Keras' mask is one.
@@ -287,13 +287,15 @@ def _without_gradient(value: Scalar, loss: Tensor, refuse: Callable[[], None]) -
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: Scalar, _: object) -> Tensor:
-        def gradient(_: object) -> tuple[None, None]:
-            refuse()
-            return None, None
-
-        return tf.identity(value), gradient
+        # Not a function in this one: AutoGraph copies those, and hides whose line asks for it.
+        return tf.identity(value), functools.partial(_no_gradient, refuse)
 
     return identity(value, loss)
+
+
+def _no_gradient(refuse: Callable[[], None], _: object) -> tuple[None, None]:
+    refuse()
+    return None, None
 
 
 def _noting_gradient(total: Tensor, use: Use) -> Tensor:
@@ -312,13 +314,12 @@ def _noting_gradient(total: Tensor, use: Use) -> Tensor:
 
 
 def _warn_of_means() -> None:
-    warnings.warn(
+    warn(
         "pair.weight divides after all replicas were added. Received: the gradient of "
         "pair.weight. pair.sum / pair.weight is a mean over one replica's rows: it is right for "
         f"logs, but trains on a mean of means. {BY_HAND} To divide by the weight of all replicas, "
         "write tf.stop_gradient(context.all_reduce('SUM', pair.weight)).",
         ReplicaDependenceWarning,
-        stacklevel=2,
     )
 
 

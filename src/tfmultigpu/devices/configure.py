@@ -134,8 +134,9 @@ def split_device(
         ValueError: `parts` or `memory` does not fit the other or the device.
 
     Example:
-        >>> names = split_device("CPU:0", parts=4)  # doctest: +SKIP
-        >>> strategy = tf.distribute.MirroredStrategy(names)  # doctest: +SKIP
+        >>> names = split_device("CPU:0", parts=4)
+        >>> tf.distribute.MirroredStrategy(names).num_replicas_in_sync
+        4
     """
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
     parts = check_count("parts", parts)

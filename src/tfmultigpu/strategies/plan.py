@@ -101,7 +101,8 @@ def choose(
         ("communication", communication, COMMUNICATIONS),
     ):
         if value not in choices:
-            similar = difflib.get_close_matches(str(value).lower(), choices, n=1)
+            # "gpu" is nearer to "tpu" than the default of 0.6, and means something else.
+            similar = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)
             line = 'Write "auto", and name devices in devices=["GPU:0", "GPU:1"].'
             if similar:
                 line = f'Write {name}="{similar[0]}".'

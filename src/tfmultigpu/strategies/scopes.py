@@ -142,12 +142,21 @@ def refuse_one_device(function: str) -> None:
         received, scope = f"{kinds}, unused", "its scope"
     else:
         received, scope = f"{len(living)} strategies, none entered: {kinds}", "the scope of one"
+    alone = 'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.'
+    if function in ("fit", "evaluate", "predict"):  # They run where their model was created.
+        raise ScopeError(
+            f"{function} would run on one device: the model was created outside the scope.",
+            received,
+            f"Create the model in {scope}, and compile it there:\n"
+            "    with strategy.scope():\n"
+            "        model = ...\n"
+            f"        model.compile(...)\n{alone}",
+        )
     raise ScopeError(
         f"{function} would run on one device: it got no strategy, and no model created in the "
         "scope of one.",
         received,
-        f"{_line_for(function, scope)}\n"
-        'To run on one device, use tmg.create_strategy(prefer="one_device") in the same way.',
+        f"{_line_for(function, scope)}\n{alone}",
     )
 
 

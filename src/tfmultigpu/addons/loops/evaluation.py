@@ -42,6 +42,7 @@ def evaluate(
     callbacks: Any = (),
     return_dict: bool = False,
     *,
+    x: Any = None,
     logical_replicas: int | None = None,
     verify: Verify = "first",
 ) -> Nested:
@@ -60,6 +61,7 @@ def evaluate(
         steps: The largest number of batches; None means all.
         callbacks: Keras callbacks, whose ``on_test_...`` hooks are called.
         return_dict: Whether to return a dict with the names of the logs.
+        x: Keras' name of ``data``.
         logical_replicas: See ``make_eval_step``.
         verify: See ``make_eval_step``.
 
@@ -89,7 +91,7 @@ def evaluate(
     compile_arguments(model)
     refuse_own_methods(model, "evaluate")
     steps = check_steps(steps)
-    source = source_of("evaluate", data, y=y, sample_weight=sample_weight)
+    source = source_of("evaluate", data, x=x, y=y, sample_weight=sample_weight)
     reading = Reading("evaluation", batch_size, steps)
     with feed_of(model, strategy, source, reading) as feed:
         hooks = Hooks(callbacks, model, strategy, verbose=verbose, steps=feed.steps)

@@ -89,8 +89,17 @@ def check_steps(steps: object, name: str = "steps") -> int | None:
     return None if steps is None else check_count(name, steps, other="None")
 
 
-def source_of(function: str, data: Any, *, y: Any = None, sample_weight: Any = None) -> Source:
-    """Returns the data of a call of a function, with Keras' arguments ``y`` and weights."""
+def source_of(
+    function: str, data: Any, *, x: Any = None, y: Any = None, sample_weight: Any = None
+) -> Source:
+    """Returns the data of a call of a function, with Keras' arguments ``x``, ``y`` and weights."""
+    if x is not None:
+        if data is not None:
+            raise TypeError(
+                f"{function} takes its data once: x is Keras' name of it. Received: data and x. "
+                f"Write tmg.{function}(model, data)."
+            )
+        data = x
     if data is None:
         raise TypeError(
             f"{function} needs data. Received: none. Write tmg.{function}(model, data)."

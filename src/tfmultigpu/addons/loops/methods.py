@@ -187,8 +187,7 @@ def check_names(
     """Checks that a function knows arguments by their names; an error names similar ones."""
     compiled = inspect.signature(keras.Model.compile).parameters
     for name in arguments.keys() - set(known):
-        # Keras calls the data x.
-        similar = difflib.get_close_matches("data" if name == "x" else name, known) or sorted(known)
+        similar = difflib.get_close_matches(name, known) or sorted(known)
         line = f"Write {' or '.join(similar)}.{otherwise}"
         if name in compiled:
             line = f"Write model.compile(..., {name}=...), in the scope of the strategy."

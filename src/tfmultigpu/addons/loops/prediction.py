@@ -36,6 +36,7 @@ def predict(
     steps: int | None = None,
     callbacks: Any = (),
     *,
+    x: Any = None,
     verify: Verify = "first",
 ) -> Nested:
     """Predicts every example once, in the order of the data.
@@ -52,6 +53,7 @@ def predict(
         verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
         steps: The largest number of batches; None means all.
         callbacks: Keras callbacks, whose ``on_predict_...`` hooks are called.
+        x: Keras' name of ``data``.
         verify: See ``make_predict_step``.
 
     Returns:
@@ -75,7 +77,7 @@ def predict(
     strategy = checked_strategy(model, "predict")
     refuse_own_methods(model, "predict")
     steps = check_steps(steps)
-    source = source_of("predict", data)
+    source = source_of("predict", data, x=x)
     if isinstance(source.data, list) and any(map(_is_array, source.data)):
         # Several inputs, as in Keras; a tuple would be (x, y).
         source = dataclasses.replace(source, data=(tuple(source.data),))

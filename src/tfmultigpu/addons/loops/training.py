@@ -87,6 +87,7 @@ def fit(
     epochs: int = 1,
     verbose: Verbose = "auto",
     *,
+    x: Any = None,
     forward: ForwardFunction | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
@@ -112,6 +113,7 @@ def fit(
         epochs: Train up to this epoch, counted from ``initial_epoch``'s 0.
         verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
             chief prints.
+        x: Keras' name of ``data``, for calls that were written for ``model.fit``.
         forward: See ``make_train_step``; replaces compiled losses. Metrics that are attributes of
             the model, and that it updates, are shown in the logs. Compile the model with an
             optimizer only. Each call of ``fit`` traces it anew; a ``step`` is traced once.
@@ -155,11 +157,9 @@ def fit(
     """
     check_backend(model, arguments.get("callbacks"))
     check_verify(verify)
-    if data is None:  # Keras' name of it, for arguments that were written for model.fit.
-        data = arguments.pop("x", None)  # type: ignore[typeddict-item]
     of_keras = {**arguments, "batch_size": batch_size, "epochs": epochs, "verbose": verbose}
     given = checked_arguments(of_keras)
-    source = source_of("fit", data, y=y, sample_weight=given["sample_weight"])
+    source = source_of("fit", data, x=x, y=y, sample_weight=given["sample_weight"])
     options = all_options(arguments)
     program = Program.of(model, forward, step, eval_step, verify, options)
     strategy = program.strategy

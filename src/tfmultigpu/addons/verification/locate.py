@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, Verification, beyond_bounds
 from tfmultigpu.addons.verification.one_device import OneDevice, dense
-from tfmultigpu.addons.verification.putting_back import putting_back
+from tfmultigpu.addons.verification.putting_back import Kept
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, cast_all, count_rows
 from tfmultigpu.lists import of_type
@@ -514,7 +514,7 @@ def _forward(
     concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
 
     def run(local: list[Shard], offsets: Tensor) -> list[_Piece]:
-        with putting_back(step, concrete):
+        with Kept(step).putting_back(concrete):
             pieces = concrete(local, offsets)
         numbers: list[_Piece] = tf.nest.map_structure(lambda tensor: tensor.numpy(), pieces)
         return numbers

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.addons.verification.other_scale import OtherScale
-from tfmultigpu.addons.verification.putting_back import Before, putting_back
+from tfmultigpu.addons.verification.putting_back import Before, Kept
 from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.lists import of_type
 from tfmultigpu.steps import phases
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features import Feature
@@ -24,6 +26,7 @@ from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tensor
 
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
@@ -54,6 +57,7 @@ class OneDevice:
     Attributes:
         key: ``step.key()``: with another key it is another step.
         measure: What is compared of ``updated``, variables that an update changes.
+        kept: What puts back what the step changes.
         smooth: How many of these are compared with one device; of others, replicas with each other.
         own: The variables of TensorFlow that the code of the user assigns; known once run.
     """
@@ -61,7 +65,8 @@ class OneDevice:
     def __init__(
         self,
         step: Any,
-        measure: Callable[[tf.Variable], Tensor],
+        measure: Callable[[tf.Variable], Any],
+        kept: Kept,
         *,
         by_itself: bool = False,
         features: Sequence[Feature] = (),
@@ -71,11 +76,12 @@ class OneDevice:
         Args:
             step: The step.
             measure: What is compared of a variable.
+            kept: What puts back what the step changes.
             by_itself: Whether it is traced for one device, also where a trace of the replicas
                 would serve.
             features: What the step on one device has beside its own.
         """
-        self._by_itself = by_itself
+        self._by_itself, self.kept = by_itself, kept
         self.key, self.step, self.strategy, self.measure = step.key(), step, step.strategy, measure
         self.twin = step.on_one_device()
         if features:
@@ -92,9 +98,9 @@ class OneDevice:
         if _update_is_known(step):
             # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
             # does to a weight may not, as Adam where a gradient is nothing but rounding.
-            kept = [each for each in units_of(step.optimizer.variables) if len(each.shape)]
-            self.updated = [*kept, *step.variables]
-            self.smooth = len(kept) or len(self.updated)
+            slots = [each for each in units_of(step.optimizer.variables) if len(each.shape)]
+            self.updated = [*slots, *step.variables]
+            self.smooth = len(slots) or len(self.updated)
 
     @property
     def states(self) -> list[KerasVariable]:
@@ -114,25 +120,39 @@ class OneDevice:
         self._known = None if self._by_itself else program.trace
         return self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
 
-    def run(self, batch: Shard, program: Program, move: Function | None = None) -> Numbers:
-        """Returns arrays by name; what ``program``, the step, assigns may begin moved."""
+    def run(
+        self,
+        batch: Shard,
+        program: Program,
+        move: Function | None = None,
+        *,
+        updates: bool = True,
+    ) -> Numbers:
+        """Returns arrays by name.
+
+        Args:
+            batch: The batch in one piece.
+            program: The step; what it assigns is put back.
+            move: Returns what a variable begins at in place of its value.
+            updates: Whether what the update changes is among the arrays.
+        """
         concrete = self.trace(batch, program)
         self._ran = self._traces[concrete.graph]
-        with putting_back(self.step, concrete, program.run) as before:
+        with self.kept.putting_back(concrete, program.run) as before:
             if move is not None:
                 for number, each in enumerate(before):
                     each.contents.assign(move(number, each.handle, each.value))
-            self.begin(before)
+            self.begin(before, program)
             logs, state, *gradients = concrete(batch)
             self.own = self._own_variables()
-            numbers = self.named(logs) | numbered("state", state)
+            numbers: dict[str, Any] = self.named(logs) | numbered("state", state)
             numbers |= numbered("own", map(tf.identity, self.own))
-            if self.updated:
+            if self.updated and updates:
                 self._update(gradients[0], state)
                 for i, variable in enumerate(self.updated):
                     first = copies_of(self.strategy, variable)[0]
                     numbers[f"update {i}"] = self.measure(first)
-            arrays = {name: number.numpy() for name, number in numbers.items()}
+            arrays = {name: np.asarray(number) for name, number in numbers.items()}
             return arrays | contents_of_tables(self.step)
 
     def has_zeros(self) -> bool:
@@ -148,8 +168,14 @@ class OneDevice:
         finally:
             self._begins_at_ones = False
 
-    def begin(self, before: Sequence[Before]) -> None:
-        """Assigns what states begin at, given what they are put back to."""
+    def begin(self, before: Sequence[Before], program: Program) -> None:
+        """Assigns what states of ``program`` begin at, given what they are put back to."""
+        # Each replica has statistics of its own rows, and one device those of the first.
+        for layer in program.trace.own_moments:
+            for variable in layer.non_trainable_variables:
+                first, *others = copies_of(self.strategy, variable)
+                for copy in others:
+                    copy.assign(first)
         summed: set[int] = set()  # What logical replicas add to begins at zero on one device.
         for state in self._ran.trace.begin_at_zero:
             for copy in copies_of(self.strategy, state):
@@ -166,9 +192,16 @@ class OneDevice:
     def _states_alike(self) -> list[tf.Variable]:
         """Returns each copy of each state of numbers that has one value, the same on all replicas.
 
-        Of a variable that is combined when it is read, the copies of one begin would be N.
+        Of a variable that is combined when it is read, the copies of one begin would be N. What
+        Keras does with the statistics of a normalization is known, and nothing is hidden by zeros.
         """
-        states: list[Any] = [state for state in self.states if not state.trainable]
+        known: set[int] = set()
+        for layer in of_type(all_layers(self.step.model), keras.layers.BatchNormalization):
+            known.update(map(id, (layer.moving_mean, layer.moving_variance)))
+        states: list[Any] = []
+        for state in self.states:
+            if not state.trainable and id(state) not in known:
+                states.append(state)
         for own in self.own:
             states.append(_compat.variable_of_handle(own.handle) or own)
         alike: list[tf.Variable] = []
@@ -196,13 +229,14 @@ class OneDevice:
         return [each for each in touched.variables if id(each.handle) in assigned]
 
     def moved(
-        self, batch: Shard, program: Program, rounding: float, *, scales: bool = True
+        self, batch: Shard, program: Program, rounding: float, *, scales: bool, updates: bool
     ) -> list[Numbers]:
         """Returns the arrays twice as they are, then rounded otherwise.
 
         That is from weights moved by one rounding, and with the loss at other ``scales``, for
         which the step is traced once more.
         """
+        run = functools.partial(self.run, batch, program, updates=updates)
         states: set[int] = set()
         for state in self.states:
             for copy in copies_of(self.strategy, state):
@@ -215,17 +249,20 @@ class OneDevice:
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = None, None, functools.partial(move, 1), functools.partial(move, 2)
-        arrays = [self.run(batch, program, each) for each in moves]
+        arrays = [run(each) for each in moves]
         if scales and isinstance(self.step, TrainStep):
-            arrays += self._scaled(batch, program, arrays[0])
+            arrays += self._scaled(batch, program, arrays[0], updates=updates)
         return arrays
 
-    def _scaled(self, batch: Shard, program: Program, still: Numbers) -> list[Numbers]:
+    def _scaled(
+        self, batch: Shard, program: Program, still: Numbers, *, updates: bool
+    ) -> list[Numbers]:
         """Returns the arrays with what the scale of the loss changes in the gradient."""
         scale = OtherScale()
         # It is traced by itself, and of code that counts its traces another trace is another step.
-        scaled = OneDevice(self.step, self.measure, by_itself=True, features=[scale])
-        base, *others = [scaled.run(batch, program) for _ in scale.scales()]
+        scaled = OneDevice(self.step, self.measure, self.kept, by_itself=True, features=[scale])
+        run = functools.partial(scaled.run, batch, program, updates=updates)
+        base, *others = [run() for _ in scale.scales()]
         names = [name for name in still if name == "gradient_norm" or name.startswith("update ")]
         arrays = []
         for other in others:

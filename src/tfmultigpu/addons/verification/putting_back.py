@@ -15,7 +15,7 @@ from tfmultigpu.steps.other_states import Handle
 from tfmultigpu.steps.runner import Runner
 
 _WHOLE_NUMBERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # By their bytes.
-_LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
+LARGE = 2**18  # Bytes from which it is worth to look whether a value can be kept in less.
 _PIECE, _PIECES = 2**18, 64  # Elements at one time, and in how many pieces, if that is too many.
 _WRITES_ROWS = (tf.float16, tf.float32, tf.float64)  # Of which all devices can write single rows.
 
@@ -120,31 +120,60 @@ def contents_of(step: Run, handle: Handle, dtype: tf.DType) -> Contents:
     return Contents(handle, dtype, shape, id(handle) in step.runner.touched.by_rows)
 
 
-@contextmanager
-def putting_back(step: Run, *functions: Any) -> Iterator[list[Before]]:
-    """Puts back, at the end, what concrete functions of a step change: variables and tables.
+class Kept:
+    """What a step changes, as it was: read once for several runs, and put back after each."""
 
-    Yields the variables as they are before.
-    """
-    before = _before(step, functions)
-    with step.runner.touched.putting_back_tables():
+    def __init__(self, step: Run) -> None:
+        """Keeps nothing yet."""
+        self._step = step
+        self._is_keeping = False
+        self._changed: dict[Any, list[Before]] = {}  # By the function.
+        self._before: dict[int, Before] = {}  # By the ``id`` of the resource.
+        self._firsts: dict[int, tf.Tensor] = {}
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keeps until the end what is read meanwhile."""
+        if self._is_keeping:
+            yield
+            return
+        self._is_keeping = True
         try:
-            yield before
+            yield
         finally:
-            for each in before:
-                each.put_back()
+            self._is_keeping = False
+            self._changed.clear()
+            self._before.clear()
+            self._firsts.clear()
 
+    @contextmanager
+    def putting_back(self, *functions: Any) -> Iterator[list[Before]]:
+        """Puts back, at the end, what concrete functions of the step change: variables and tables.
 
-def _before(step: Run, functions: tuple[Any, ...]) -> list[Before]:
-    """Returns each variable that functions can assign, with its value."""
-    found: dict[int, Before] = {}
-    firsts: dict[int, tf.Tensor] = {}
-    for function in functions:
-        for handle, dtype in _compat.variables_of(function):
-            if id(handle) not in found:
-                contents = contents_of(step, handle, dtype)
-                found[id(handle)] = Before(contents, _in_less(contents, firsts))
-    return list(found.values())
+        Yields the variables as they are before.
+        """
+        with self.keeping():
+            changed: dict[int, Before] = {}
+            for function in functions:
+                changed.update((id(each.handle), each) for each in self._changed_by(function))
+            before = list(changed.values())
+            with self._step.runner.touched.putting_back_tables():
+                try:
+                    yield before
+                finally:
+                    for each in before:
+                        each.put_back()
+
+    def _changed_by(self, function: Any) -> list[Before]:
+        """Returns each variable that a function can assign, with its value."""
+        if function not in self._changed:
+            found = self._changed[function] = []
+            for handle, dtype in _compat.variables_of(function):
+                if id(handle) not in self._before:
+                    contents = contents_of(self._step, handle, dtype)
+                    self._before[id(handle)] = Before(contents, _in_less(contents, self._firsts))
+                found.append(self._before[id(handle)])
+        return self._changed[function]
 
 
 def _in_less(contents: Contents, firsts: dict[int, tf.Tensor]) -> tf.Tensor:
@@ -154,7 +183,7 @@ def _in_less(contents: Contents, firsts: dict[int, tf.Tensor]) -> tf.Tensor:
         contents: The variable.
         firsts: The values of the first copies of variables that are kept whole, by ``id``.
     """
-    if math.prod(contents.shape) * contents.dtype.size < _LARGE:
+    if math.prod(contents.shape) * contents.dtype.size < LARGE:
         return contents.read()
     # State of an optimizer is zero at first.
     first = tf.reshape(next(contents.pieces()), [-1])[0]

@@ -8,6 +8,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,14 +24,14 @@ from tfmultigpu.addons.verification.locate import (
     locate,
     locate_bits,
 )
+from tfmultigpu.addons.verification.moments import OwnMoments
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice
-from tfmultigpu.addons.verification.putting_back import contents_of, putting_back
-from tfmultigpu.addons.verification.without_moments import WithoutMoments
+from tfmultigpu.addons.verification.putting_back import LARGE, Kept, contents_of
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.lists import of_type, present
-from tfmultigpu.steps.batches import cut_batch, spec_of
+from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
@@ -38,10 +39,10 @@ from tfmultigpu.steps.pace import saying_if_slow
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.program import Key, Program
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.steps.values import Batch, Call
+from tfmultigpu.steps.values import Batch, Call, Rows
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
-from tfmultigpu.types import Array, Nested, Shard, Tensor
+from tfmultigpu.types import Array, Context, Nested, Shard, Tensor
 from tfmultigpu.user_code import warn
 
 _Kind: TypeAlias = Literal["even", "uneven", "small"]  # Of a batch, by the rows of its replicas.
@@ -86,24 +87,36 @@ class Verify(Feature):
 
     verification: Verification | None = None
     _device: OneDevice | None = None
-    _without_norms: TrainStep | None = None
+    _moments: OwnMoments | None = None
     _keys: Sequence[Key] = ()  # Of what it has seen, of this version.
     _due = True  # Whether batches are seen; all are, until the first is verified,
     # or the first of a kind is there that something is said of.
     _later: Mapping[_Kind, Verification] = types.MappingProxyType({})
     _saw_small = False  # Whether a batch of which replicas have copies was verified.
+    _saw_update = False  # Whether an update was the same; of other rows it would be.
 
     def __init__(self, verify: bool | str = "first") -> None:
         """Checks the ``"first"`` step, or each if True; ``"gradients"`` compares elements."""
         self._always = verify is True
-        self._measure: Callable[[tf.Variable], Tensor] = self._norm
+        self._measure: Callable[[tf.Variable], Any] = self._norm
         if verify == "gradients":
             self._measure = tf.identity
 
     def bind(self, step: Any) -> None:
         """Keeps the step."""
         self._step, self._strategy = step, step.strategy
-        self._exchange = WorkerExchange(step.strategy)
+        self._exchange, self._kept = WorkerExchange(step.strategy), Kept(step)
+        is_cut = step.strategy.num_replicas_in_sync > 1
+        if is_cut and isinstance(step, TrainStep) and step.logical_replicas is None:
+            self._moments = OwnMoments(step.strategy)
+
+    def on_one_device(self) -> Feature | None:
+        """Returns itself, for the switch; on one device it compares nothing."""
+        return self if self._moments is not None else None
+
+    def around_model(self, rows: Rows) -> Context:
+        """Returns the context in which moments of a replica's own rows have a switch."""
+        return nullcontext() if self._moments is None else self._moments.switched()
 
     @property
     def _is_exact(self) -> bool:
@@ -141,7 +154,8 @@ class Verify(Feature):
                 with explaining_failures(self._strategy):
                     # It has to be traced anyway.
                     program, _ = self._step.runner.programs.of_batch(batch)
-                found, later = self._verified(batch, program, rows, kind)
+                with self._kept.keeping():
+                    found, later = self._verified(batch, program, rows, kind)
         result = call(batch)
         self._later = later
         if kind == "small":
@@ -149,7 +163,7 @@ class Verify(Feature):
         else:
             self._due = bool(self._always or later)
         if not self._due:
-            self._device = self._without_norms = None
+            self._device = None
         if found and (self.verification is None or self.verification.outcome != "different"):
             self.verification = found[0]
         for outcome in found:
@@ -205,19 +219,27 @@ class Verify(Feature):
             What to say now, first what counts as the outcome; and what to say of the first batch
             of another kind.
         """
-        step, said = self._step, []
-        is_even = kind == "even"
-        sizes = [rows] if kind == "small" else self._sizes(rows, is_even=is_even)
+        self._saw_update = False
         norms = program.trace.own_moments
-        if norms and not self._is_exact and self._strategy.num_replicas_in_sync > 1:
-            # They are as everybody knows them. What else there is shows without them.
-            said = [explain_norms(norms)]
-            step = self._without(step, batch)
+        if not norms or self._is_exact or self._strategy.num_replicas_in_sync == 1:
+            return self._outcomes(batch, rows, kind)
+        # They are as everybody knows them. What else there is shows without them.
+        said = [explain_norms(norms)]
+        if self._moments is None:  # Logical replicas that meet.
+            return said, {}
+        with self._moments.left_out():
+            outcomes, later = self._outcomes(batch, rows, kind)
+        return [*said, *[each for each in outcomes if each.outcome != "same"]], later
 
+    def _outcomes(
+        self, batch: Batch, rows: int, kind: _Kind
+    ) -> tuple[list[Verification], dict[_Kind, Verification]]:
+        """Compares a batch, with other numbers of rows where that shows more."""
         if kind == "small":
-            return [*said, *present([self._of_copies(step, batch, rows)])], {}
+            return present([self._of_copies(batch, rows)]), {}
         later: dict[_Kind, Verification] = {}
-        first = self._compared_twice(step, batch, sizes[0])
+        sizes = self._sizes(rows, is_even=kind == "even")
+        first = self._compared_twice(batch, sizes[0])
         if first.verification.outcome == "same" or len(sizes) == 1:
             outcome = self._located(first)
         else:
@@ -225,31 +247,22 @@ class Verify(Feature):
             if first.verification.outcome == "not verified":
                 # What a replica holds may agree by chance with another shape.
                 size = min(2 * size, rows)
-            second = self._compared_twice(step, batch, size)
+            second = self._compared_twice(batch, size)
             outcomes = first.verification.outcome, second.verification.outcome
             if outcomes == ("different", "same"):
                 later["uneven"] = self._located(first)
             outcome = self._located(second)
         if outcome.outcome == "same" and not (self._always or self._saw_small):
             for size in self._small_sizes(batch, rows):
-                small = self._of_copies(step, batch, size)
+                small = self._of_copies(batch, size)
                 if small is not None and small.outcome == "different":
                     later["small"] = small
-        if said and outcome.outcome == "same":
-            return said, later
-        return [*said, outcome], later
+        return [outcome], later
 
-    def _without(self, step: TrainStep, batch: Batch) -> TrainStep:
-        """Returns the step with layers that do not normalize by the rows of their replica."""
-        if self._without_norms is None:  # With verify=True it is asked for at each step.
-            others = [feature for feature in step.features if feature is not self]
-            self._without_norms = step.with_features([*others, WithoutMoments()])
-        other = self._without_norms
-        other.runner.settle(lambda: spec_of(batch))
-        return other
-
-    def _norm(self, variable: tf.Variable) -> Tensor:
-        """Returns the norm, a piece at a time, for float64 takes twice the room."""
+    def _norm(self, variable: tf.Variable) -> Any:
+        """Returns the norm; of a large variable a piece at a time, for float64 takes more room."""
+        if (variable.shape.num_elements() or 0) * variable.dtype.size < LARGE:
+            return np.linalg.norm(variable.numpy().astype(np.float64))
         squares = tf.zeros([], tf.float64)
         with tf.device(variable.device):
             for piece in contents_of(self._step, variable.handle, variable.dtype).pieces():
@@ -268,9 +281,9 @@ class Verify(Feature):
             sizes.append(parts - 1)
         return sizes
 
-    def _of_copies(self, step: Any, batch: Batch, rows: int) -> Verification | None:
+    def _of_copies(self, batch: Batch, rows: int) -> Verification | None:
         """Returns the outcome for so few rows that replicas have copies; None if nothing shows."""
-        comparison = self._compared(step, batch, rows)
+        comparison = self._compared(batch, rows)
         outcome, one = comparison.verification, comparison.one
         if outcome.outcome != "different" or one is None:
             return None if outcome.reason else outcome
@@ -280,22 +293,22 @@ class Verify(Feature):
 
     # One comparison -----------------------------------------------------------------------------
 
-    def _compared_twice(self, step: Any, batch: Batch, rows: int) -> _Comparison:
+    def _compared_twice(self, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, again from other states if these are zero.
 
         A state of zero hides what it is multiplied by: N times 0 is 0.
         """
-        comparison = self._compared(step, batch, rows)
+        comparison = self._compared(batch, rows)
         device = self._device
         if comparison.verification.outcome != "same" or device is None or not device.has_zeros():
             return comparison
         with device.beginning_at_ones():
-            again = self._compared(step, batch, rows)
+            again = self._compared(batch, rows)
         return again if again.verification.outcome == "different" else comparison
 
-    def _compared(self, step: Any, batch: Batch, rows: int) -> _Comparison:
+    def _compared(self, batch: Batch, rows: int) -> _Comparison:
         """Compares the first rows of a batch, changing nothing; all workers call it."""
-        one, reason = _attempt(functools.partial(self._whole, step, batch, rows))
+        one, reason = _attempt(functools.partial(self._whole, batch, rows))
         if reason:
             return _Comparison(Verification("not verified", reason))
         apart = functools.partial(self._apart, one)
@@ -304,20 +317,20 @@ class Verify(Feature):
             return _Comparison(Verification("not verified", reason), one)
         return self._agreed(one, numbers)
 
-    def _whole(self, step: Any, batch: Batch, rows: int) -> _One:
+    def _whole(self, batch: Batch, rows: int) -> _One:
         """Returns what the first rows of the batch give on one device, and how to compare that.
 
         All workers call it. Code of the user fails in a trace, maybe on one worker alone: then none
         has run anything yet, and the next collective finds all of them alike.
         """
-        traced = functools.partial(self._traced, step, batch, rows)
+        traced = functools.partial(self._traced, batch, rows)
         one = self._exchange.together("a trace for one device", traced)
         run = functools.partial(self._run, one)
         return self._exchange.together("what one device computes", run)
 
-    def _traced(self, step: Any, batch: Batch, rows: int) -> _One:
+    def _traced(self, batch: Batch, rows: int) -> _One:
         """Returns the first rows of the batch, with what computes them traced."""
-        structure, leaves, offsets = batch
+        step, (structure, leaves, offsets) = self._step, batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
         whole = local[0]
         if offsets is not None:
@@ -330,19 +343,19 @@ class Verify(Feature):
         program, arguments = step.runner.programs.of_batch(cut)
         _refuse_what_stays(step)
         device = self._device
-        if device is None or device.step is not step or device.key != step.key():
-            device = OneDevice(step, self._measure)
+        if device is None or device.key != step.key():
+            device = OneDevice(step, self._measure, self._kept)
         device.trace(whole, program)
-        return _One(device, {}, whole, local, places, program, arguments)
+        return _One(device, {}, whole, local, places, program, arguments, not self._saw_update)
 
     def _run(self, one: _One) -> _One:
         """Returns it with what one device computes."""
         device = one.device
         try:
-            numbers = device.run(one.whole, one.program)
+            numbers = device.run(one.whole, one.program, updates=one.updates)
         except tf.errors.CancelledError:  # Of a function that is called TensorFlow loses errors.
-            device = OneDevice(device.step, self._measure, by_itself=True)
-            numbers = device.run(one.whole, one.program)
+            device = OneDevice(device.step, self._measure, self._kept, by_itself=True)
+            numbers = device.run(one.whole, one.program, updates=one.updates)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
         return dataclasses.replace(one, device=device, numbers=numbers)
 
@@ -353,7 +366,7 @@ class Verify(Feature):
     def _without_rewriting(self, one: _One) -> list[Quantity]:
         """Returns what differs beyond rounding if TensorFlow runs what was traced as it is."""
         with _compat.without_rewriting():
-            again = one.device.run(one.whole, one.program)
+            again = one.device.run(one.whole, one.program, updates=one.updates)
             return self._found(one, again, scales=False)[2]
 
     def _agreed(self, one: _One, numbers: _Apart) -> _Comparison:
@@ -370,6 +383,7 @@ class Verify(Feature):
         outcome = Verification("different", "", tuple(map(str, beyond)))
         if not told[2]:
             outcome = Verification("same")
+            self._saw_update = True
         if told[0] and not told[1]:
             name = "a quantity"
             if found:
@@ -386,15 +400,17 @@ class Verify(Feature):
         """Runs the step, and returns what differs from the numbers of one device."""
         device = one.device
         bounds = Rounding(all_layers(device.step.model), exact=self._is_exact)
-        with putting_back(device.step, one.program.run) as before:
-            device.begin(before)
+        with self._kept.putting_back(one.program.run) as before:
+            device.begin(before, one.program)
             logs = one.program.run(*one.arguments)[0]
             found = [q for q in compared(device, numbers, logs, bounds) if q.apart]
         if not found:
             return [], [], []
         rounding = bounds.compute
         scales = scales and not self._is_exact
-        still, again, *moved = device.moved(one.whole, one.program, rounding, scales=scales)
+        still, again, *moved = device.moved(
+            one.whole, one.program, rounding, scales=scales, updates=one.updates
+        )
         steady = [each for each in found if each.is_steady(still, again)]
         beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
         return found, steady, beyond
@@ -431,6 +447,7 @@ class _One:
         places: The offsets of all shards.
         program: The step.
         arguments: The rows as it takes them.
+        updates: Whether what the update changes is compared.
     """
 
     device: OneDevice
@@ -440,6 +457,7 @@ class _One:
     places: Array
     program: Program
     arguments: list[Tensor]
+    updates: bool
 
 
 @dataclasses.dataclass(frozen=True)
