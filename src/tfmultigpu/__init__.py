@@ -19,10 +19,11 @@ _MODULES = {
     if isinstance(node, _ast.ImportFrom) and node.module
     for alias in node.names
 }
-_UNLISTED_MODULES = {"tfmultigpu.errors", "tfmultigpu._version", "tfmultigpu.addons.tuning"}
+_UNLISTED_MODULES = {"tfmultigpu.errors", "tfmultigpu._version"}
 # Few programs need them; their packages list them. All of three packages is here without them.
 _UNLISTED = {"apply_reduced_gradients", "clip_gradients", "global_mean", "limit_memory"}
-_UNLISTED |= {"plan_shares", "checkpoints", "loops", "watching"}
+_UNLISTED |= {"find_batch_size", "measured_capacities", "memory_capacities", "plan_shares"}
+_UNLISTED |= {"checkpoints", "loops", "watching"}
 __all__ = sorted(
     name
     for name, module in _MODULES.items()

@@ -764,8 +764,10 @@ def out_of_memory(told: Told) -> None:
         return forward
 
     uneven = X[:7], Y[:7]  # On one replica: TensorFlow waits ten seconds for memory on each.
+    small = step(None, None, forward=needing(3))
     with told():
-        step(None, None, forward=needing(3))(uneven)
+        small(uneven)
+    assert "Memory of a step" in str(tmg.plan_memory(small, uneven))
     step(None, None, forward=needing(3), micro_batches=2)(uneven)
     trained = step(None, None, forward=needing(5))
     for batch in tmg.distribute_dataset(batches(size=8), strategy_of(2), shares=(3, 5)):

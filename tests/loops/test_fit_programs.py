@@ -15,6 +15,7 @@ from one_device import SEED, strategy_of
 from problems import network
 
 import tfmultigpu as tmg
+from tfmultigpu import _compat
 from tfmultigpu.addons.loops.compiled import EpochMetrics
 from tfmultigpu.errors import LossError, ScopeError
 
@@ -149,6 +150,18 @@ def test_names_of_metrics_do_not_hide_each_other() -> None:
     steps = [made_step(model) for model in models]
     resumed = EpochMetrics([m.tracker for m in models], None, dict(zip("ab", steps, strict=True)))
     assert set(resumed.results()) == {"a_mae", "b_mae"}
+
+
+# Fails if a metric that is reset is read, which several workers add: TensorFlow keeps each of them.
+def test_a_reset_of_metrics_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strategy_of(2).scope():
+        metric = keras.metrics.Mean()
+        metric.update_state([3.0])
+        assert float(metric.result()) == 3.0
+    with monkeypatch.context() as patched:
+        patched.setattr(_compat.variables_summed_when_read(), "read_value", None)
+        EpochMetrics([metric]).reset()
+    assert [float(variable.value.read_value()) for variable in metric.variables] == [0.0, 0.0]
 
 
 # What is told and refused -------------------------------------------------------------------------

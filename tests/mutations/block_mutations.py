@@ -145,7 +145,7 @@ BLOCKS = (
     ),
     broken(
         "a batch size is tried beyond the limit",
-        "size = min(grown, int(largest))",
+        "size = min(grown, largest)",
         "size = grown",
         "test_diagnostics.py::test_the_largest_batch_that_fits",
     ),

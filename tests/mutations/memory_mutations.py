@@ -10,8 +10,8 @@ BOUND = "test_memory_before_a_run.py::test_a_step_needs_what_it_is_said_to_need_
 MEMORY = (
     broken(
         "of each variable one copy is counted",
-        "            for copy in copies_of(self._strategy, variable):",
-        "            for copy in copies_of(self._strategy, variable)[:1]:",
+        "            there |= by_id(copies_of(self._strategy, variable))",
+        "            there |= by_id(copies_of(self._strategy, variable)[:1])",
         f"{KEPT}[copies]",
     ),
     broken(

@@ -124,7 +124,7 @@ class Timed:
             loss_scale="dynamic", verify=False,
         )  # fmt: skip
         self.step((X[:8], X[:8, :1]))
-        self.changed_variables, self.runner = self.step.changed_variables, self.step.runner
+        self.train_steps, self.runner = self.step.train_steps, self.step.runner
         self.rows_per_second, self.now = rows_per_second, 0.0
         monkeypatch.setattr(speeds.time, "perf_counter", lambda: self.now)
 

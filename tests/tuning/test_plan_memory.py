@@ -166,6 +166,20 @@ def test_logical_replicas_keep_as_many_sums_as_their_tree_is_deep(turns: int, su
     assert _Setting(2, turns).windows == _Setting(1, turns).windows + 1
 
 
+# Fails if an option takes the rows of a table for as many as there are without it.
+@pytest.mark.parametrize(
+    ("write", "then"),
+    [("micro_batches=2", {"micro_batches": 2}), ("logical_replicas=4", {"logical_replicas": 4})],
+)
+@pytest.mark.parametrize("optimizer", [optimizers.SGD, optimizers.Adam])
+def test_an_option_of_a_model_with_tables(optimizer: Any, write: str, then: dict) -> None:
+    batch = np.zeros((10, 4), "int32"), np.zeros((10, 1), "float32")
+    now, _ = planned(table, optimizer, batch, 2, verify=False)
+    other, _ = planned(table, optimizer, batch, 2, verify=False, **then)
+    option = now.option(write)
+    assert option.devices == tuple(replace(each, at_least=0) for each in other.devices)
+
+
 def test_rows_of_a_table_are_those_of_the_batch() -> None:
     table = layers.Embedding(10_000, 16)
     model = keras.Sequential([keras.Input((5,), dtype="int32"), table, layers.Flatten()])
@@ -261,6 +275,9 @@ def test_what_cannot_fit_is_said_with_what_helps(monkeypatch: pytest.MonkeyPatch
     ]
     none = limited(monkeypatch, 0.01, step)
     assert "What helps: a smaller model, or more devices." in none.problem
+    assert none.most_rows == plan.most_rows == 0
+    with pytest.raises(tmg.OutOfMemoryError, match="whatever the batch"):
+        tmg.find_batch_size(lambda size: None, limit=none)
     assert limited(monkeypatch, 2 * needed, step).problem == ""
 
 
@@ -279,6 +296,29 @@ def test_too_many_rows_are_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> 
         assert larger.problem.startswith("The step will run out of memory at this batch: ")
         assert f"{larger.rows} rows at once" in larger.problem
     assert plan_of(many.most_rows // 2).problem == ""
+
+
+# Fails if the last row that fits is called none, or unknown, or if none is called some.
+def test_few_rows_or_none_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = [keras.Input((64, 64, 1)), layers.Conv2D(64, 3, activation="gelu"), layers.Flatten()]
+    model = keras.Sequential([*wide, layers.Dense(1)])
+    step = tmg.make_train_step(model, optimizers.SGD(), "mse", verify=False)
+
+    def plan_of(rows: int, memory: float) -> Any:
+        batch = tf.ones([rows, 64, 64, 1]), tf.ones([rows, 1])
+        return tmg.plan_memory(step, batch, memory=memory)
+
+    one, two = (plan_of(rows, 1e9).devices[0].at_least for rows in (1, 2))
+    for rows in (1, 2, 5):
+        some, none = plan_of(rows, (one + two) / 2), plan_of(rows, one - 1)
+        assert (some.most_rows, none.most_rows) == (1, 0)
+        assert bool(some.problem) == (rows > 1)
+        assert "whatever the batch" not in some.problem
+        assert "optimizer state and one row need more than" in none.problem
+    assert plan_of(1, 1e9).most_rows > 8
+    xla = tmg.make_train_step(model, optimizers.SGD(), "mse", verify=False, jit_compile=True)
+    batch = tf.ones([1, 64, 64, 1]), tf.ones([1, 1])
+    assert tmg.plan_memory(xla, batch, memory=1e9).most_rows is None
 
 
 class Noise(layers.Layer):  # type: ignore[misc]
@@ -306,6 +346,37 @@ def test_steps_are_the_same_after_a_plan(options: dict) -> None:
             np.testing.assert_equal(model.get_weights(), before)
         losses.append([float(step(BATCH)["loss"]) for _ in range(3)])
     assert losses[0] == losses[1]
+
+
+class Held(layers.Layer):  # type: ignore[misc]
+    """Holds variables of TensorFlow, made in its scope, and one that was made outside."""
+
+    def __init__(self, outside: Any) -> None:
+        super().__init__()
+        self.outside = outside
+        self.tables = {"first": tf.Variable(tf.ones([256, 128]), trainable=False)}
+
+    def build(self, shape: Any) -> None:
+        self.calls = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        return x * (1 + tf.gather(self.tables["first"], 0) + self.outside)
+
+
+# Fails if a variable of which Keras does not know is not counted, or not where it is.
+@pytest.mark.parametrize("chained", [False, True])
+def test_variables_of_tensorflow_are_counted_where_they_are(chained: bool) -> None:
+    strategy, outside = strategy_of(3), tf.Variable(tf.ones([128]), trainable=False)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((128,)), Held(outside), layers.Dense(256)])
+        optimizer = optimizers.SGD()
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    plan = tmg.plan_memory(tmg.chain_steps(step, step) if chained else step, BATCH)
+    everywhere = 4 * (128 * 256 + 256 + 256 * 128 + 1)
+    first, *others = (device.parameters - everywhere for device in plan.devices)
+    assert 512 <= first < 512 + 40  # With the numbers of metrics.
+    assert [0 <= other < 40 for other in others] == [True, True]
 
 
 # The probe ----------------------------------------------------------------------------------------
@@ -351,6 +422,43 @@ def test_the_line_through_two_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     tmg.find_batch_size(sizes.append, limit=replace(plan, most_rows=900))
     assert sizes[0] == 900  # Of 930, but no more than fit for sure.
+
+
+class Drawing(layers.Layer):  # type: ignore[misc]
+    """Draws by ``tf.random``, counts in a table and in a list of variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+        self.counts = [tf.Variable(0.0, trainable=False)]
+
+    def call(self, x: Any) -> Any:
+        self.counts[0].assign_add(1.0)
+        key = tf.constant([1], tf.int64)
+        self.seen.insert(key, self.seen.lookup(key) + 1.0)
+        return x * tf.random.uniform(tf.shape(x))
+
+
+# Fails if a probe leaves a draw, a table or a variable other than it was, also of a step that ran.
+@pytest.mark.parametrize("ran", [False, True])
+def test_steps_are_the_same_after_a_probe(monkeypatch: pytest.MonkeyPatch, ran: bool) -> None:
+    monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "1")
+    name = "tfmultigpu.addons.tuning.memory_probe.peak_of_step"
+    monkeypatch.setattr(name, lambda step, batch, devices: [step(batch)] and len(batch[0]))
+    losses: list[list[float]] = []
+    for probes in (False, True):
+        keras.utils.set_random_seed(5)
+        drawing = Drawing()
+        model = keras.Sequential([keras.Input((128,)), drawing, layers.Dense(256)])
+        step = tmg.make_train_step(model, optimizers.Adam(), "mse", verify=False)
+        losses.append([float(step(BATCH)["loss"])] if ran else [])
+        if probes:
+            assert tmg.plan_memory(step, BATCH, probe=True).peak is not None
+        losses[-1] += [float(step(BATCH)["loss"]) for _ in range(3)]
+        assert float(drawing.counts[0]) == len(losses[-1])
+        assert drawing.seen.lookup(tf.constant([1], tf.int64)).numpy() == [len(losses[-1])]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == len(losses[0])
 
 
 def test_a_probe_needs_devices_that_count() -> None:

@@ -122,7 +122,8 @@ def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Scal
         f"{batch}{line.strip()}",
         "Compute it in parts, with the same result: make_train_step(..., micro_batches=2), or "
         "more; give a smaller device fewer rows: distribute_dataset(..., shares=...); or see what "
-        "takes the memory, tmg.plan_memory, and what fits, tmg.tuning.find_batch_size.",
+        "takes the memory: print(tmg.plan_memory(step, batch)); and find what fits: "
+        "tmg.tuning.find_batch_size.",
     )
 
 

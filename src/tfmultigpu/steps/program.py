@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -185,6 +186,16 @@ class Programs:
         assert self.key is not None
         self._why_each, self._records = why, {}
         self.turn_to(self.key)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Compiles anew what is called in the context, and forgets it at the end."""
+        kept = self.key, self.now, self._records
+        self.now, self._records = Record(), {}
+        try:
+            yield
+        finally:
+            self.key, self.now, self._records = kept
 
     def _new_trace(self, *, logs_last: bool = True, inside: bool = False) -> Trace:
         why_each = self._why_each

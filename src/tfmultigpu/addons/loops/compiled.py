@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import patching
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.lists import by_id
@@ -55,9 +56,18 @@ class EpochMetrics:
         return list(by_id(owners).values())  # Two steps may share one.
 
     def reset(self) -> None:
-        """Resets all metrics; not traced: some create their variables in their first update."""
-        for owner in self._owners:
-            owner.reset_state()
+        """Resets all metrics; not traced: some create their variables in their first update.
+
+        TensorFlow would add what was assigned over all workers, to return it, and never frees what
+        the threads of such an addition hold: megabytes in a thousand epochs.
+        """
+
+        def assign(original: Function, *args: object, **options: object) -> object:
+            return original(*args, **options, read_value=False)
+
+        with patching(_compat.variables_summed_when_read(), "assign", assign):
+            for owner in self._owners:
+                owner.reset_state()
 
     def results(self) -> dict[str, Tensor]:
         """Returns the result of each metric by its name; traces tell which a step updates."""

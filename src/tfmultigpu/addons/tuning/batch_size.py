@@ -56,13 +56,16 @@ def find_batch_size(
     write = "def try_batch(size), which trains a step on a batch of that many examples."
     check_callable("try_batch", try_batch, "size", write=write)
     start = check_count("start", start)
+    problem = ""
     if isinstance(limit, Plan):
-        peak, limit = limit.peak, limit.most_rows
+        problem, peak, limit = limit.problem, limit.peak, limit.most_rows
         if limit is not None:  # The bound was from a half to all of what a step needs.
             start = max(3 * limit // 4, 1)
         if peak is not None and peak.fits is not None:
             start = max(peak.fits[0], 1)
-    largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
+    elif limit is not None:
+        limit = check_count("limit", limit, other="None")
+    largest = _LARGEST if limit is None else limit
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
@@ -76,14 +79,14 @@ def find_batch_size(
         if _fits(try_batch, size):
             fits = size
             grown = 2 * size if too_large > largest else (fits + too_large) // 2
-            size = min(grown, int(largest))
+            size = min(grown, largest)
         else:
             too_large = size
             size = (fits + too_large) // 2
     if fits == 0:
         raise OutOfMemoryError(
             "A batch of one example does not fit into memory.",
-            "",
+            problem.rstrip("."),
             "Make the model smaller, train it in float16 or bfloat16 (keras.mixed_precision), or "
             "put it on several devices.",
         )

@@ -170,6 +170,7 @@ def plan_memory(
             cuts=counting.cuts,
             memory=smallest,
             least_of=counting.least_of,
+            traces=counting.traces,
         )
         return dataclasses.replace(plan, peak=peak)
 
@@ -182,20 +183,14 @@ class _Counting:
         names = strategy_devices(self._strategy) or (parse_device_name(tf.zeros([]).device),)
         self._devices = names
         self._memory = [memory or known_memory(name) for name in names]
-        self._setting = _setting_of(step)
         self._global_rows, self._rows = _rows_of(batch, self._strategy.num_replicas_in_sync)
         structure, local, _ = batch
         self._like = tf.nest.pack_sequence_as(structure, local[0])
-        # A micro-batch of a logical replica of a device.
-        of_turn = -(-self._rows // self._setting.turns)
-        # Of fewer rows than micro-batches there are as many as rows.
-        parts = max(1, min(self._setting.parts, of_turn))
-        self._setting = dataclasses.replace(self._setting, parts=parts)
-        self._at_once = -(-of_turn // parts)
-        self._traces = self._traced(self._at_once)
-        self._least = self._least_of(self._traces)
-        pairs = zip(step.train_steps, self._traces, strict=True)
-        self._units = [self._units_of(part, trace) for part, trace in pairs]
+        self._setting = self._set(_setting_of(step))
+        self._at_once = self._rows_at_once(self._setting)
+        self.traces = self._traced(self._at_once)
+        self._least = self._least_of(self.traces)
+        self._units = self._units_of(self.traces)
 
     def plan(self) -> Plan:
         """Returns the plan."""
@@ -219,6 +214,16 @@ class _Counting:
     def cuts(self) -> int:
         """Into how many parts all devices together cut a batch."""
         return int(self._setting.turns * self._setting.parts * self._strategy.num_replicas_in_sync)
+
+    def _set(self, asked: _Setting) -> _Setting:
+        """Returns a setting for these rows: of fewer than micro-batches, one of each row."""
+        rows = self._rows_at_once(_Setting(1, asked.turns))
+        return dataclasses.replace(asked, parts=max(1, min(asked.parts, rows)))
+
+    def _rows_at_once(self, setting: _Setting) -> int:
+        """Returns the rows of a micro-batch of a logical replica of a device."""
+        of_turn = -(-self._rows // setting.turns)
+        return -(-of_turn // setting.parts)
 
     # What one device computes -------------------------------------------------------------------
 
@@ -249,24 +254,30 @@ class _Counting:
     def _most_rows(self, now: Sequence[DeviceMemory]) -> int | None:
         """Returns the rows of a global batch of which more do not fit for sure."""
         rooms = [each.memory - each.kept for each in now if each.memory is not None]
-        if not rooms or self._at_once == 1:
+        spare = [each.memory - each.whatever_the_batch for each in now if each.memory is not None]
+        if not rooms:
             return None
+        room, of_one = min(rooms), self.least_of(1)
+        if of_one > room or min(spare) < 0:
+            return 0
         # What an operation needs grows evenly with the rows, and the largest of all ever faster:
         # for more rows than were traced it is at least on the line through one row and these.
-        room, of_one, rows = min(rooms), self.least_of(1), self._at_once
-        while True:
-            least = self.least_of(rows)
-            if rows == 1 or least <= of_one:
-                return None
+        rows = max(self._at_once, 2)
+        while (least := self.least_of(rows)) > of_one:
             at_once = int(1 + (room - of_one) * (rows - 1) / (least - of_one))
-            if at_once >= rows:
-                return int(at_once * self.cuts)
-            rows = max(at_once, 1)
+            if at_once >= rows or rows == 2:
+                return at_once * self.cuts
+            rows = max(at_once, 2)
+        return None
 
     # As it is -----------------------------------------------------------------------------------
 
-    def _units_of(self, step: TrainStep, trace: OneDeviceTrace) -> list[_Unit]:
-        """Returns what a step trains."""
+    def _units_of(self, traces: Sequence[OneDeviceTrace]) -> list[list[_Unit]]:
+        """Returns what each step trains, with the gradients of its trace."""
+        pairs = zip(self._step.train_steps, traces, strict=True)
+        return [self._units_of_step(step, trace) for step, trace in pairs]
+
+    def _units_of_step(self, step: TrainStep, trace: OneDeviceTrace) -> list[_Unit]:
         gradients = {id(each.target.variable): each for each in trace.gradients}
         embeddings = by_id(
             variable
@@ -310,10 +321,16 @@ class _Counting:
             optimizers |= by_id(part.optimizer.variables)
         metrics = [variable for each in self._step.metrics for variable in each.variables]
         changed = by_id([*self._step.changed_variables(), *metrics])
+        copies: dict[int, tf.Variable] = {}
+        of_state: dict[int, tf.Variable] = {}
+        for trace in self.traces:  # Also what Keras does not know: a tf.Variable in a layer.
+            copies |= by_id(trace.copies(self._strategy))
         for key, variable in changed.items():
-            places = state if key in optimizers else parameters
-            for copy in copies_of(self._strategy, variable):
-                places[parse_device_name(copy.device)] += bytes_of([copy])
+            there = of_state if key in optimizers else copies
+            there |= by_id(copies_of(self._strategy, variable))
+        for key, copy in (copies | of_state).items():
+            places = state if key in of_state else parameters
+            places[parse_device_name(copy.device)] += bytes_of([copy])
         in_step = self._in_step(self._units, self._setting)
         devices: list[DeviceMemory] = []
         for name, memory, of_step in zip(self._devices, self._memory, in_step, strict=True):
@@ -377,17 +394,12 @@ class _Counting:
         parts = 2 * setting.parts
         if -(-self._rows // setting.turns) >= parts:
             why = f"one more sum of gradients, 1/{parts} of activations"
-            yield (
-                f"micro_batches={parts}", why, units, dataclasses.replace(setting, parts=parts)
-            )  # fmt: skip
+            other = _Setting(parts, setting.turns)
+            yield f"micro_batches={parts}", why, self._units_with(other), other
         turns = 2 * setting.turns
         why = f"more sums of gradients, 1/{turns} of activations"
-        yield (
-            f"logical_replicas={turns * replicas}",
-            why,
-            units,
-            dataclasses.replace(setting, turns=turns),
-        )
+        other = self._set(_Setting(setting.parts, turns))
+        yield f"logical_replicas={turns * replicas}", why, self._units_with(other), other
         flat = [unit for of_step in units for unit in of_step]
         sharded = any(unit.home is not None for unit in flat)
         if not is_mirrored(self._strategy) or sharded:
@@ -400,6 +412,12 @@ class _Counting:
             yield "shard_update=True", "a part of the state and gradients on each", each, setting
         why = "a part of each large variable, and copies"
         yield "sharded_variables", why, self._spread(), setting
+
+    def _units_with(self, setting: _Setting) -> list[list[_Unit]]:
+        """Returns the units of another setting: a list of rows is as long as its part."""
+        if not any(unit.is_rows for units in self._units for unit in units):
+            return self._units
+        return self._units_of(self._traced(self._rows_at_once(setting)))
 
     def _without_owners(self, units: Sequence[_Unit]) -> list[_Unit]:
         return [dataclasses.replace(unit, owner=None) for unit in units]

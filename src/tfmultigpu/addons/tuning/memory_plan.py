@@ -88,7 +88,8 @@ class Plan:
         rows_at_once: The rows that a device computes at one time, at most.
         devices: The bytes of each device.
         options: What other options change, what saves most first.
-        most_rows: A larger global batch does not fit for sure; None if no memory is known.
+        most_rows: A larger global batch does not fit for sure: 0 if none does, whatever the batch;
+            None if that is unknown.
         peak: What a probe has measured; None without one.
     """
 
@@ -128,12 +129,14 @@ class Plan:
             return ""
         worst = max(self.too_small, key=lambda device: device.at_least - (device.memory or 0))
         memory = in_units(worst.memory)
-        if worst.whatever_the_batch > (worst.memory or 0):
+        if self.most_rows == 0:
             helps = ", ".join(f"{one.write} ({in_units(-one.change)} less)" for one in self.helping)
+            needs = f"and gradients are {in_units(worst.whatever_the_batch)} of {memory}"
+            if worst.whatever_the_batch <= (worst.memory or 0):
+                needs = f"and one row need more than {memory}"
             return (
                 f"The step does not fit on {worst.device} whatever the batch: parameters, "
-                "optimizer state and gradients are "
-                f"{in_units(worst.whatever_the_batch)} of {memory}. "
+                f"optimizer state {needs}. "
                 f"What helps: {helps or 'a smaller model, or more devices'}."
             )
         return (

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.addons.tuning.one_device_trace import OneDeviceTrace
 from tfmultigpu.addons.tuning.undone import undoing
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.errors import TfMultiGpuError
@@ -50,6 +51,7 @@ def probe_peak(
     cuts: int,
     memory: int | None,
     least_of: Callable[[int], int],
+    traces: Sequence[OneDeviceTrace],
 ) -> MemoryPeak:
     """Trains on two small batches, and puts everything back.
 
@@ -61,12 +63,13 @@ def probe_peak(
         cuts: Into how many parts all devices together cut a batch.
         memory: The bytes of the smallest device; None if unknown.
         least_of: Returns what so many rows at once need at least.
+        traces: What one device computes, of each train step.
     """
     few = max(at_once // 16, 1)
     many = max(at_once // 8, few + 1)
     check_counting(devices)
     measured: list[tuple[int, int]] = []
-    with undoing(step, step.train_steps):
+    with undoing(step, traces):
         for rows in (few, many):
             part = slice_rows(batch, 0, rows * cuts)
             step(part)  # Which compiles, and may be compared with one device.

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps import TrainStep
@@ -14,6 +15,7 @@ from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
+from tfmultigpu.steps.other_states import Touched
 from tfmultigpu.steps.values import Trace
 from tfmultigpu.strategies.row_lists import is_list, values_of
 from tfmultigpu.types import Nested, Shard, Tensor
@@ -41,10 +43,20 @@ class OneDeviceTrace:
     Attributes:
         function: The concrete function, whose outputs are there at the end.
         gradients: The gradients, of the variables that have one.
+        touched: What it reads, and what code of the user assigns in it.
     """
 
     function: Any
     gradients: tuple[TracedGradient, ...]
+    touched: Touched
+
+    def copies(self, strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+        """Returns all copies of the variables that it uses, known to Keras or not."""
+        copies: list[tf.Variable] = []
+        for variable in self.touched.variables:
+            whole = _compat.variable_of_handle(variable.handle) or variable
+            copies += strategy.experimental_local_results(whole)
+        return copies
 
 
 def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
@@ -62,10 +74,11 @@ def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
     ]
     twin = twin.with_features(features)
     gradients: list[TracedGradient] = []
+    touched = Touched()
 
     def look(batch: Shard) -> list[Tensor]:
         strategy = twin.strategy
-        with sharing_seeds(step.strategy):
+        with sharing_seeds(step.strategy), touched.noting():
             shards = shards_of(strategy, *cut_batch(strategy, batch))
             tally, passes, gradient = twin.look(shards, Trace())
         kept = dict(zip(map(id, gradient.variables), gradient.tensors, strict=True))
@@ -79,7 +92,7 @@ def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
         return [tally.sums, *gradient.tensors]
 
     traced: Any = tf.function(look, autograph=False)
-    return OneDeviceTrace(traced.get_concrete_function(spec), tuple(gradients))
+    return OneDeviceTrace(traced.get_concrete_function(spec), tuple(gradients), touched)
 
 
 def spec_of_rows(batch: Shard, rows: int) -> Nested:

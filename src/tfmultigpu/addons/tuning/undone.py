@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.addons.tuning.one_device_trace import OneDeviceTrace
 from tfmultigpu.errors import DataError
 from tfmultigpu.lists import by_id
 from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.strategies.row_parts import copies_of
-from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import KerasVariable, Shard
 
 
@@ -37,21 +37,26 @@ def rows_of_whole(name: str, batch: Shard) -> int:
 
 
 @contextmanager
-def undoing(step: TrainStep | ChainedStep, parts: Sequence[TrainStep]) -> Iterator[None]:
-    """Puts back, at the end, what a step changes; each copy of a variable by itself.
+def undoing(step: TrainStep | ChainedStep, traces: Sequence[OneDeviceTrace]) -> Iterator[None]:
+    """Puts back, at the end, what a step changes, each copy by itself; Python's state excepted.
 
     Args:
         step: The step.
-        parts: The train steps that it consists of.
+        traces: Of each of its train steps what one device computes.
     """
     # Replicas may have statistics of their own.
     copies: list[tf.Variable] = []
-    for part in parts:
-        for variable in _changed_by(part):
-            copies += copies_of(step.strategy, variable)
-    copies = list(by_id(copies).values())
-    before = [copy.numpy() for copy in copies]
-    with step.runner.touched.putting_back_tables():
+    with ExitStack() as entered:
+        for part, trace in zip(step.train_steps, traces, strict=True):
+            for variable in _changed_by(part):
+                copies += copies_of(step.strategy, variable)
+            copies += trace.copies(step.strategy)
+            entered.enter_context(trace.touched.putting_back_tables())
+            if any(state.kind == "draws" for state in trace.touched.states):
+                # The numbers of tf.random are in the compiled functions, each with its own.
+                entered.enter_context(step.runner.programs.apart())
+        copies = list(by_id(copies).values())
+        before = [copy.numpy() for copy in copies]
         try:
             yield
         finally:
@@ -60,12 +65,10 @@ def undoing(step: TrainStep | ChainedStep, parts: Sequence[TrainStep]) -> Iterat
 
 
 def _changed_by(step: TrainStep) -> list[KerasVariable]:
-    """Returns the variables that a step may change, TensorFlow's in layers included."""
+    """Returns the variables of Keras that a step may change."""
     changed: list[KerasVariable] = [*step.changed_variables()]
     for metric in step.metrics:
         changed += metric.variables
-    for layer in all_layers(step.model):
-        changed += [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
     seeds = _compat.global_seeds()
     if seeds is not None:
         changed.append(seeds.state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,7 +39,7 @@ class OwnMoments:
     @contextmanager
     def switched(self) -> Iterator[None]:
         """Traces the moments of layers with the switch."""
-        taken = tf.convert_to_tensor(self._taken)
+        reads: dict[Any, Tensor] = {}  # One for each graph, of loops and branches too.
 
         def moments(
             original: Function, layer: KerasLayer, inputs: Nested, mask: Tensor
@@ -46,6 +47,10 @@ class OwnMoments:
             mean, variance = original(layer, inputs, mask)
             if layer.synchronized:
                 return mean, variance
+            graph = tf.compat.v1.get_default_graph()
+            if graph not in reads:
+                reads[graph] = tf.convert_to_tensor(self._taken)
+            taken = reads[graph]
             mean = tf.where(taken, mean, tf.zeros_like(mean))
             return mean, tf.where(taken, variance, tf.ones_like(variance))
 
