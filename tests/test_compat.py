@@ -17,7 +17,7 @@ from problems import X, Y, crossentropy, mlp
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
-from tfmultigpu._compat import keras_draws
+from tfmultigpu._compat import keras as of_keras
 from tfmultigpu._patch import patching, setting
 from tfmultigpu.addons.sharding import _private
 
@@ -245,7 +245,7 @@ def test_keras_looks_up_at_each_call_what_it_draws_by():
         "Keras draws otherwise: replicas would draw the same numbers"
     )
     assert shapes == {name: draw().shape for name, draw in KERAS_DRAWS.items()}
-    assert set(keras_draws._DRAWS) == set(KERAS_DRAWS)
+    assert set(of_keras._DRAWS) == set(KERAS_DRAWS)
 
 
 # Fails if Keras takes the moments of a batch, or adds the rows that a mask leaves, otherwise.

@@ -272,7 +272,7 @@ ASKED = {
     "owner_of": "replicated",
     "how_taken": "replicated",
     "units_of": "one_device replicated train",
-    "is_table": "accumulator lookups replicated state taken_in",  # In ``state`` of hash tables.
+    "is_table": "accumulator lookups replicated state step",  # In ``state`` of hash tables.
     "is_sharded": "lookups program_report replicated row_parts update variables",
 }
 

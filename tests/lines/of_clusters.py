@@ -51,7 +51,7 @@ def step(optimizer: Any = None, model: Any = None, **options: Any) -> Any:
 fit = functools.partial(tmg.fit, verbose=0, verify=False)
 
 
-@example("The workers call {} with different arguments")
+@example("The workers call fit with different arguments")
 def other_epochs(told: Told) -> None:
     model = compiled()
     words = f"Received: epochs={1 + worker()} on worker {worker()}, and another value on worker"

@@ -18,7 +18,7 @@ import tfmultigpu as tmg
 from tfmultigpu.addons.loops.array_batches import shard_arrays
 from tfmultigpu.addons.loops.hooks import every_batches
 from tfmultigpu.data.sources import tensors_of_arrays
-from tfmultigpu.steps import call_lengths
+from tfmultigpu.steps import pace
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -176,7 +176,7 @@ def warm() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # As if a call took no time: else one takes fewer batches on a busy machine. The length of
         # later calls is that of these.
-        patch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+        patch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: 0.0))
         tmg.fit(model, (X, SIZE), **{**FIT, "epochs": 9})
     return model
 

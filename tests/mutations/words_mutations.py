@@ -36,15 +36,15 @@ WORDS = (
     ),
     broken(
         "a variable of the first call is left to TensorFlow",
-        "            contexts.enter_context(refusing_new_variables())",
+        "            contexts.enter_context(_refusing_new_variables())",
         "            pass",
         f"{LATE}[tensorflow_variable]",
         f"{LATE}[keras_variable]",
     ),
     broken(
         "an evaluation of nothing is a loss of zero",
-        "found = terms or self.step_metrics.all or deferred.variables or self._penalized()",
-        "found = True",
+        "something = terms or self.step_metrics.all or deferred.variables or self._penalized()",
+        "something = True",
         "test_what_a_first_step_says.py::test_nothing_to_evaluate_is_no_loss_of_zero",
     ),
     broken(

@@ -16,7 +16,7 @@ from one_device import Replicated
 from problems import network, networks
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import slow
+from tfmultigpu.steps import pace
 from tfmultigpu.steps.retraces import Retraces
 
 X, Y = np.ones((9, 4), "float32"), np.ones((9, 4), "float32")
@@ -87,8 +87,8 @@ class Waits(keras.layers.Layer):
 def test_a_long_first_step_says_how_long_and_what_leaves_the_check_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slow, "_SECONDS", 0.01)
-    monkeypatch.setattr(slow, "_said", set())
+    monkeypatch.setattr(pace, "_SECONDS", 0.01)
+    monkeypatch.setattr(pace, "_said", set())
     build = networks(4, Waits, lambda: keras.layers.Dense(4))
     with caplog.at_level(logging.WARNING, "tfmultigpu"):
         for _ in range(2):

@@ -12,7 +12,7 @@ from law.model import batches_of
 from law.pair import Row, dataset_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import batches as batches_module, call_lengths, runner
+from tfmultigpu.steps import batches as batches_module, pace, runner
 from tfmultigpu.steps.batches import BatchReader
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.program import Programs
@@ -97,7 +97,7 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
             return asked[-1]
 
         lengths_in_turn = property(in_turn, lambda self, steps: None)
-        monkeypatch.setattr(call_lengths.CallLength, "steps", lengths_in_turn, raising=False)
+        monkeypatch.setattr(pace.CallLength, "steps", lengths_in_turn, raising=False)
         pair.reset()
         logs = {name: value.numpy() for name, value in step.run(iterator, steps).items()}
         return logs, pair.ours.values()

@@ -4,70 +4,66 @@ Each function or class says what is private, why the public API is not enough, a
 without it. ``tests/test_compat.py`` fails if one of them changes.
 """
 
-from tfmultigpu._compat.keras_batch_norm import moments_of_batch, sum_in_moments
-from tfmultigpu._compat.keras_callbacks import profiles_batches, set_by_loops
-from tfmultigpu._compat.keras_compiled import (
-    compile_arguments,
-    compiled_metrics,
-    division_of_losses,
-    waits_for_shapes,
-    without_building,
-)
-from tfmultigpu._compat.keras_data import KerasReading, data_adapter, reading_of_keras
-from tfmultigpu._compat.keras_draws import global_seeds, home_of, set_global_seeds
-from tfmultigpu._compat.keras_layers import (
-    forget_empty_variables,
-    inside_layer_call,
-    is_part_of_keras,
-    keras_mask,
-    layer_call,
-    layers_inside,
-    own_variables,
-    set_keras_mask,
-)
-from tfmultigpu._compat.keras_optimizers import (
-    clip_as_set,
-    keeping_gradients,
-    optimizer_trains,
-    strategy_of_optimizer,
-)
-from tfmultigpu._compat.python_threads import frames_of_threads
-from tfmultigpu._compat.tensorflow_gradients import (
-    additions,
-    custom_gradients,
-    may_not_be_linear,
-    rematerialized,
-)
-from tfmultigpu._compat.tensorflow_graphs import (
+from tfmultigpu._compat.graphs import (
     add_control_inputs,
+    additions,
     called_as_whole,
+    custom_gradients,
     graphs_inside,
     is_stateful,
     kernels_are_deterministic,
+    may_not_be_linear,
     operations_of,
+    rematerialized,
     types_of_inputs,
     waiting_for,
     without_rewriting,
 )
-from tfmultigpu._compat.tensorflow_strategies import (
-    additions_over_workers,
-    numbers_collectives,
-    strategies_were_made,
+from tfmultigpu._compat.keras import (
+    KerasReading,
+    clip_as_set,
+    compile_arguments,
+    compiled_metrics,
+    data_adapter,
+    division_of_losses,
+    forget_empty_variables,
+    global_seeds,
+    home_of,
+    inside_layer_call,
+    is_part_of_keras,
+    keeping_gradients,
+    keras_mask,
+    layer_call,
+    layers_inside,
+    moments_of_batch,
+    optimizer_trains,
+    own_variables,
+    profiles_batches,
+    reading_of_keras,
+    set_by_loops,
+    set_global_seeds,
+    set_keras_mask,
+    strategy_of_optimizer,
+    sum_in_moments,
+    waits_for_shapes,
+    without_building,
 )
-from tfmultigpu._compat.tensorflow_variables import (
+from tfmultigpu._compat.tensorflow import (
     ComposedVariable,
-    is_for_checkpoints,
-    is_variable_handle,
-    variable_of_handle,
-    variables_of,
-    variables_summed_when_read,
-)
-from tfmultigpu._compat.tensorflow_workers import (
     abort_collectives,
+    additions_over_workers,
     cluster_value,
     configure_coordination,
     expand_slurm,
+    frames_of_threads,
+    is_for_checkpoints,
+    is_variable_handle,
+    numbers_collectives,
     set_cluster_value,
+    strategies_were_made,
+    variable_of_handle,
+    variables_of,
+    variables_summed_when_read,
 )
 
 __all__ = [

@@ -176,16 +176,16 @@ def whole_tables(
 ) -> tuple[list[Tensor], list[KerasVariable]]:
     """Returns gradients with their variables, and a table in place of its parts, as in Keras."""
     wholes: dict[int, KerasVariable] = {}
-    found: dict[int, Tensor] = {}
+    of_wholes: dict[int, Tensor] = {}
     for gradient, variable in zip(gradients, variables, strict=True):
         whole = whole_of(variable)
         wholes[id(whole)] = whole
         if whole is variable:
-            found[id(whole)] = gradient
+            of_wholes[id(whole)] = gradient
             continue
-        of_table = found.setdefault(id(whole), OfParts([None] * len(whole.value.parts)))
+        of_table = of_wholes.setdefault(id(whole), OfParts([None] * len(whole.value.parts)))
         of_table.parts[variable.number] = gradient
-    return list(found.values()), list(wholes.values())
+    return list(of_wholes.values()), list(wholes.values())
 
 
 def clip_as_set(optimizer: KerasOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:

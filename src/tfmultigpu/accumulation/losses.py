@@ -360,7 +360,7 @@ def loss_term(
     loss: Any,
     y_true: Nested,
     y_pred: Nested,
-    sample_weight: Nested = None,
+    sample_weight: Nested,
     rows: Scalar = None,
 ) -> LossTerm:
     """Returns the loss of one shard, of a result of ``as_loss``, as a term; see ``loss_sum``.

@@ -91,7 +91,7 @@ class Replicated:
     def add(self, addends: _Addends, targets: Sequence[Target]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
         if not adds_lists(self.strategy):
-            addends = [_without_lists(one, targets) for one in addends]
+            addends = [_without_lists(of_replica, targets) for of_replica in addends]
         return sum_over_replicas(self.strategy, addends)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:

@@ -20,14 +20,15 @@ from tfmultigpu.accumulation.stages import (
 )
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.lists import by_id
+from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.row_lists import is_list, row_list, unique
 from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
-# Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
-PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
+# Trained numbers from which steps of owners are faster on virtual CPUs.
+PAYS_FROM = 50_000
 
 _chosen: weakref.WeakKeyDictionary[KerasOptimizer, Replicated] = weakref.WeakKeyDictionary()
 

@@ -13,8 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.arguments import brief, check_count
-from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physical
-from tfmultigpu.devices.missing_gpus import why_no_more_gpus
+from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physical, why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.types import Function, KerasVariable, Scalar, Tensor
@@ -262,3 +263,33 @@ def _with_gradient_of(own: Tensor, value: Tensor) -> Tensor:
         return tf.identity(value), tf.convert_to_tensor
 
     return read(tf.convert_to_tensor(own))
+
+
+# What a trace does besides ------------------------------------------------------------------------
+
+
+@contextmanager
+def noting_effects() -> Iterator[list[Any]]:
+    """Yields a list that has, at the end, the operations of the context that may fail or change."""
+    effects: list[Any] = []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield effects
+    for made in graph.get_operations()[before:]:
+        if made.op_def.is_stateful and made.type != "ReadVariableOp":
+            effects.append(made)
+
+
+def number_of_operations() -> int:
+    """Returns how many operations the current graph has."""
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def may_not_be_linear(begin: int) -> bool:
+    """Returns whether gradients through the operations made since may not be linear.
+
+    Args:
+        begin: The ``number_of_operations`` before.
+    """
+    operations = tf.compat.v1.get_default_graph().get_operations()
+    return any(map(_compat.may_not_be_linear, operations[begin:]))

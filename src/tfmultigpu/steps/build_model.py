@@ -32,7 +32,7 @@ def is_built(model: KerasModel) -> bool:
 
 
 def prepare_model(
-    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any = None, parts: int = 1
+    model: KerasModel, strategy: tf.distribute.Strategy, batch_spec: Any, parts: int = 1
 ) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built.
 

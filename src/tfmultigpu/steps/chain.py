@@ -9,13 +9,13 @@ from typing import Any
 from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.lists import by_id, present
+from tfmultigpu.steps.assignments import noting_effects
 from tfmultigpu.steps.other_states import OtherState
 from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
 from tfmultigpu.steps.step import Looped, Step
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of_step
-from tfmultigpu.steps.trace import noting_effects
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Shards, Trace
 from tfmultigpu.strategies.topology import describe
@@ -60,8 +60,8 @@ def chain_steps(*steps: TrainStep, names: Sequence[str] | None = None) -> Chaine
             "strategies. Write tmg.chain_steps(d_step, g_step)."
         )
     numbered = tuple(f"step{number}" for number in range(1, len(steps) + 1))
-    own = tuple(str(step.model.name) for step in steps)
-    chosen = tuple(names or (own if len(set(own)) == len(own) else numbered))
+    of_models = tuple(str(step.model.name) for step in steps)
+    chosen = tuple(names or (of_models if len(set(of_models)) == len(of_models) else numbered))
     if not len(set(chosen)) == len(chosen) == len(steps):
         raise ValueError(
             "Each step needs a name of its own. Received: "
@@ -149,8 +149,8 @@ class ChainedStep(Step, Looped):
         for name, step in self.steps.items():
             with noting_effects() as effects:
                 why = "it is a step of a chain"
-                own = Trace(why_each=why, logs_last=trace.logs_last)
-                tallies[name] = step.compute(shards, own)[1][""]
+                trace_of_step = Trace(why_each=why, logs_last=trace.logs_last)
+                tallies[name] = step.compute(shards, trace_of_step)[1][""]
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other. ``tf.control_dependencies`` does not reach the
             # threads of replicas, so the rows wait.

@@ -82,15 +82,15 @@ class EvalStep(ModelStep, Looped):
         passes = for_all_replicas(self, self._replica)(shards, trace)
         layout = trace.layout
         assert layout is not None
-        addends = [[*one.shared, one.stats] for one in passes]
+        addends = [[*result.shared, result.stats] for result in passes]
         sums = sum_over_replicas(self.strategy, addends)
         sums, passes = phases.settle_states(self, passes, sums, shards, trace)
         (stats,) = sums[0]
         sums_of_losses, weights = layout.unstack(stats)
         penalties: list[Tensor] = []
         for variable in self.model.trainable_variables:
-            if not layout.is_whole and (found := penalty_of(variable)) is not None:
-                penalties.append(found[0])
+            if not layout.is_whole and (of_variable := penalty_of(variable)) is not None:
+                penalties.append(of_variable[0])
         penalty = phases.sum_in_order(penalties)
         return Tally.of_step(layout, sums_of_losses, weights, penalty, shards.total), passes
 
@@ -99,8 +99,8 @@ class EvalStep(ModelStep, Looped):
         with tracing, DeferredAssignments(trace.before(()), rows.counts()) as deferred:
             terms, outputs = self.forward(shard, training=False)
             self.step_metrics.update(outputs)
-        found = terms or self.step_metrics.all or deferred.variables or self._penalized()
-        if not found:
+        something = terms or self.step_metrics.all or deferred.variables or self._penalized()
+        if not something:
             raise LossError(
                 "There is nothing to evaluate: no loss and no metric was given, and no layer adds "
                 "one. Zeros would look like a result.",

@@ -15,10 +15,10 @@ from tfmultigpu.errors import (
     DataError,
     LossError,
     OutOfMemoryError,
+    ScopeError,
     StrategyUnavailableError,
     TfMultiGpuError,
 )
-from tfmultigpu.steps.trace import new_variable
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import is_one_process, local_replicas
 from tfmultigpu.types import Function, Scalar
@@ -124,4 +124,16 @@ def _out_of_memory(line: str, strategy: tf.distribute.Strategy, count_rows: Scal
         "more; give a smaller device fewer rows: distribute_dataset(..., shares=...); or see what "
         "takes the memory: print(tmg.plan_memory(step, batch)); and find what fits: "
         "tmg.tuning.find_batch_size.",
+    )
+
+
+def new_variable(received: str) -> ScopeError:
+    """Returns the error for code of the user that creates a variable in a step."""
+    return ScopeError(
+        "A variable is created in a step, where each replica and each trace would create another.",
+        received,
+        "Create it once, before the step: in __init__ of a loss, metric or model, or in build "
+        "of a layer, which is made in the scope:\n"
+        "    with strategy.scope():\n"
+        "        scale = keras.Variable(1.0, trainable=False)",
     )

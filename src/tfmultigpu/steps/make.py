@@ -12,7 +12,7 @@ from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.clipping import ClipByNorm
 from tfmultigpu.steps.features.draws import Draws
-from tfmultigpu.steps.features.feature import Loop
+from tfmultigpu.steps.features.feature import RunsParts
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.lookups import Lookups
 from tfmultigpu.steps.features.loss_scaling import LossScaling
@@ -148,21 +148,21 @@ def make_train_step(
     parts = check_options(options)
     # In this order. Of the functions of replicas the first feature is the innermost; the gradient
     # goes from the first to the last.
-    own: list[Feature] = []
+    ours: list[Feature] = []
     if jit_compile:
-        own.append(CompileByXla())  # Innermost: a loop of micro-batches is not compiled with it.
+        ours.append(CompileByXla())  # Innermost: a loop of micro-batches is not compiled with it.
     if parts > 1:
-        own.append(MicroBatches(parts, _loop_of(features)))  # Inside of one set of seeds.
-    own += _dealt(logical_replicas)
-    own.append(Draws(by_xla=jit_compile))
-    own.append(Lookups())
-    own.append(Recompute())
-    own.append(LossScaling(loss_scale))  # Decides about the gradient before it is clipped.
+        ours.append(MicroBatches(parts, _loop_of(features)))  # Inside of one set of seeds.
+    ours += _dealt(logical_replicas)
+    ours.append(Draws(by_xla=jit_compile))
+    ours.append(Lookups())
+    ours.append(Recompute())
+    ours.append(LossScaling(loss_scale))  # Decides about the gradient before it is clipped.
     if clip_norm is not None:
-        own.append(ClipByNorm(clip_norm))
-    own.extend(features)  # Those of users see the clipped gradient. Verification is the last.
+        ours.append(ClipByNorm(clip_norm))
+    ours.extend(features)  # Those of users see the clipped gradient. Verification is the last.
     step = TrainStep(
-        passes, optimizer, strategy, _features(strategy, own, verify),
+        passes, optimizer, strategy, _features(strategy, ours, verify),
         metrics=StepMetrics(metrics, passes, strategy),
         shard_update=shard_update, settings=settings,
         options=asked_for(options),
@@ -215,8 +215,8 @@ def make_eval_step(
     check_kinds(model, strategy)
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
-    own = [*_dealt(logical_replicas), Draws(), Lookups(), CallOnce()]
-    parts = _features(strategy, own, verify)
+    ours = [*_dealt(logical_replicas), Draws(), Lookups(), CallOnce()]
+    parts = _features(strategy, ours, verify)
     return EvalStep(passes, strategy, parts, metrics=StepMetrics(metrics, passes, strategy)).bind()
 
 
@@ -299,20 +299,20 @@ def _dealt(logical_replicas: int | None) -> list[Feature]:
     return [LogicalReplicas(check_count("logical_replicas", logical_replicas, error=ValueError))]
 
 
-def _loop_of(features: Sequence[Feature]) -> Loop | None:
+def _loop_of(features: Sequence[Feature]) -> RunsParts | None:
     """Returns how a feature wants micro-batches to be run; None for one after the other."""
     loops = [feature.loop for feature in features if feature.loop is not None]
     return loops[0] if loops else None
 
 
-def _features(strategy: Strategy, own: list[Feature], verify: Verify) -> list[Feature]:
+def _features(strategy: Strategy, ours: list[Feature], verify: Verify) -> list[Feature]:
     """Returns the features of a step, in their order."""
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.
-    parts = [*(make() for make in attached(strategy).features), *own]
+    parts = [*(make() for make in attached(strategy).features), *ours]
     is_cut = strategy.num_replicas_in_sync > 1
-    if not any(isinstance(feature, LogicalReplicas) for feature in own):  # As on one device.
-        is_cut = is_cut or any(isinstance(feature, MicroBatches) for feature in own)
+    if not any(isinstance(feature, LogicalReplicas) for feature in ours):  # As on one device.
+        is_cut = is_cut or any(isinstance(feature, MicroBatches) for feature in ours)
     if verify and is_cut:
         from tfmultigpu.addons.verification import Verify as VerifySteps
 

@@ -114,11 +114,11 @@ class Touched:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of TensorFlow that they read or assign, each copy by itself."""
-        found: dict[int, tf.Variable] = {}
+        variables: dict[int, tf.Variable] = {}
         for graph in self._graphs:
             with suppress(AssertionError):  # Nobody has one of them any more.
-                found.update(by_id(graph.variables))
-        return list(found.values())
+                variables.update(by_id(graph.variables))
+        return list(variables.values())
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -46,8 +46,8 @@ def match_outputs(
     y_pred: Nested,
     sample_weight: Nested,
     losses: Any,
-    loss_weights: Nested = None,
-    names: Sequence[str] | None = None,
+    loss_weights: Nested,
+    names: Sequence[str] | None,
 ) -> list[Output]:
     """Pairs each output of a model with its loss, labels, weight and loss weight."""
     keys: list[object] = [None]
@@ -132,7 +132,7 @@ class StepMetrics:
             return
         x, y_true, weight = unpack_batch(batch_spec)
         names = getattr(model, "output_names", None)
-        outputs = match_outputs(y_true, call_on_shapes(model, x), weight, None, names=names)
+        outputs = match_outputs(y_true, call_on_shapes(model, x), weight, None, None, names)
         for metric, output, _ in self._matched(outputs):
             if _compat.waits_for_shapes(metric):
                 with self._strategy.scope():

@@ -32,14 +32,19 @@ from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.data.batch_format import NOT_ALIKE
 from tfmultigpu.errors import LossError
 from tfmultigpu.lists import by_id, map_present, present
-from tfmultigpu.steps.assignments import DeferredAssignments, assign
+from tfmultigpu.steps.assignments import (
+    DeferredAssignments,
+    assign,
+    may_not_be_linear,
+    noting_effects,
+    number_of_operations,
+)
 from tfmultigpu.steps.batch_norm import noting_moments
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.objective import Forward, check_weights, penalty_of, stack
 from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.replicas import OfReplicas, tracing_model
 from tfmultigpu.steps.tally import Layout, Tally
-from tfmultigpu.steps.trace import may_not_be_linear, noting_effects, number_of_operations
 from tfmultigpu.steps.values import Gradient, Pass, Rows, Shards, Trace
 from tfmultigpu.strategies.row_lists import values_of, with_values
 from tfmultigpu.strategies.topology import is_on_read, local_replicas, per_replica
@@ -151,8 +156,8 @@ def _backward(
     with ExitStack() as contexts:
         for feature in step.features:
             contexts.enter_context(feature.around_backward())
-        found = (tf.gradients if by_graph else tape.gradient)(target, list(values))
-        pairs = zip(step.trained, found, strict=True)
+        gradients = (tf.gradients if by_graph else tape.gradient)(target, list(values))
+        pairs = zip(step.trained, gradients, strict=True)
         return tuple([trained.addend(gradient) for trained, gradient in pairs])
 
 
@@ -161,10 +166,10 @@ def _zeros_unless(counts: Scalar, gradients: Any) -> Any:
     flat: list[Tensor] = present(tf.nest.flatten(gradients))
 
     def zeros() -> list[Tensor]:
-        return [with_values(one, tf.zeros_like(values_of(one))) for one in flat]
+        return [with_values(leaf, tf.zeros_like(values_of(leaf))) for leaf in flat]
 
     turn = iter(tf.cond(counts, lambda: flat, zeros))
-    return tf.nest.map_structure(lambda one: None if one is None else next(turn), gradients)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else next(turn), gradients)
 
 
 # After the passes of all replicas -----------------------------------------------------------------
@@ -180,10 +185,10 @@ def add_over_replicas(
         process if they share no memory. And the passes, whose states are those to assign.
     """
     addends: list[list[Any]] = []
-    for one in passes:
+    for result in passes:
         # An add-on that has added up a gradient leaves None for it on the other replicas.
-        existing = [one.gradients[target][number] for target, number in trace.places]
-        addends.append([*existing, *one.shared, one.stats])
+        existing = [result.gradients[target][number] for target, number in trace.places]
+        addends.append([*existing, *result.shared, result.stats])
     sums = step.update.add(addends, [step.trained[number] for _, number in trace.places])
     return settle_states(step, passes, sums, shards, trace)
 
@@ -421,7 +426,7 @@ def commit(
     Each replica does, also if the update is skipped.
     """
     if trace.state:
-        values = per_replica(strategy, [one.state for one in passes])
+        values = per_replica(strategy, [result.state for result in passes])
         weights = per_replica(strategy, [rows.weight for rows in shards.rows])
         replica = functools.partial(
             assign,

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import GATHERED, any_rows
 from tfmultigpu.lists import present
 from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchKind, BatchReader, LoopKind, Split, known_spec, on_shards
-from tfmultigpu.steps.loop import VECTOR, KeptBatch, loop_over
-from tfmultigpu.steps.slow import saying_if_slow
+from tfmultigpu.steps.pace import saying_if_slow
 from tfmultigpu.steps.tally import Layout, Tallies, add, layouts_of, logs_of, tallies_of, vectors_of
+from tfmultigpu.steps.traced_once import packed, spec_of, tensors_in
 from tfmultigpu.steps.values import Batch, Shards, Trace
 from tfmultigpu.strategies.collectives import LISTED, replicas_share_memory
 from tfmultigpu.strategies.topology import is_one_process
-from tfmultigpu.types import Shard, Tensor
+from tfmultigpu.types import Batches, Scalar, Shard, Tensor
 
 MOST = 16  # Records: who trains one layer after another does not keep a program of each.
 
@@ -76,7 +77,7 @@ class Program:
 
 
 @dataclasses.dataclass(eq=False)
-class Loop:
+class ManyBatches:
     """Many batches of one kind of iterator, in a compiled loop or called in turn.
 
     Attributes:
@@ -117,7 +118,7 @@ class Record:
     batches: dict[BatchKind, Program] = dataclasses.field(default_factory=dict)
     functions: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     traces: dict[Any, Trace] = dataclasses.field(default_factory=dict)
-    loops: list[Loop] = dataclasses.field(default_factory=list)
+    loops: list[ManyBatches] = dataclasses.field(default_factory=list)
 
     @property
     def programs(self) -> list[Program]:
@@ -281,16 +282,16 @@ class Programs:
 
     # Many batches -------------------------------------------------------------------------------
 
-    def loop_for(self, kind: LoopKind) -> Loop:
+    def loop_for(self, kind: LoopKind) -> ManyBatches:
         """Returns what computes many batches of a kind of iterator now."""
         for loop in self.now.loops:  # Specs of dicts compare but do not hash.
             if loop.kind == kind:
                 return loop
-        loop = Loop(kind)
+        loop = ManyBatches(kind)
         self.now.loops.append(loop)
         return loop
 
-    def of_loop(self, loop: Loop, split: Split) -> Program:
+    def of_loop(self, loop: ManyBatches, split: Split) -> Program:
         """Returns the program of many batches; compiles it, if nothing has."""
         if loop.program is None:
             return loop.note_program(self._compile_loop(loop.kind, split))
@@ -315,12 +316,12 @@ class Programs:
             return vectors
 
         def run(source: Any, steps: Any, *vectors: Any) -> Any:
-            vectors = loop_over(source, steps, step, vectors, never_ends=kind.never_ends)
+            vectors = _loop_over(source, steps, step, vectors, never_ends=kind.never_ends)
             logs = logs_of(tallies_of(trace.layouts, vectors))
             return (logs if kind.logs_last else {"steps": logs["steps"]}), vectors
 
         function: Any = tf.function(run, autograph=False)
-        vectors = [VECTOR] * 2 * len(self._names)
+        vectors = [_VECTOR] * 2 * len(self._names)
         with noting("trace"):
             concrete = function.get_concrete_function(
                 kind.source, tf.TensorSpec([], tf.int64), *vectors
@@ -341,3 +342,89 @@ def _sends_other_shapes(function: Any, strategy: tf.distribute.Strategy) -> bool
         names += [node.name for node in body.node_def]
     gathers = not is_one_process(strategy) and any(GATHERED in name for name in names)
     return gathers or any(LISTED in name for name in names)
+
+
+# A loop over the batches of an iterator, in a graph -----------------------------------------------
+
+
+# A step in a loop: from a batch, and the vectors before it, to those after it.
+_Body = Callable[[Shard, Sequence[Tensor]], Sequence[Tensor]]
+_ANY_SHAPE: Any = None
+_VECTOR: Any = tf.TensorSpec(_ANY_SHAPE, tf.float64)  # Of a tally; of no step it is a scalar.
+
+
+def _loop_over(
+    source: Batches, steps: Scalar, step: _Body, vectors: Sequence[Tensor], *, never_ends: bool
+) -> tuple[Tensor, ...]:
+    """Reads each element before its step, which is in a branch if the data may have ended.
+
+    A branch takes in each variable by an operation of its own.
+
+    Args:
+        source: TensorFlow's iterator.
+        steps: The most steps, an integer scalar.
+        step: The step.
+        vectors: The vectors before the first step.
+        never_ends: Whether the data has no end.
+
+    Returns:
+        The vectors after the last step.
+    """
+
+    def body(left: Scalar, *vectors: Tensor) -> tuple[Tensor, ...]:
+        if never_ends:
+            vectors = tuple(step(source.get_next(), vectors))
+            with tf.device("CPU:0"):
+                return (left - 1, *vectors)
+        optional = source.get_next_as_optional()
+        more = optional.has_value()
+        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
+        with tf.device("CPU:0"):
+            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
+
+    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
+    # begin only after a GPU had ended the one before.
+    with tf.device("CPU:0"):
+        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
+    _, *vectors = tf.while_loop(
+        lambda left, *_: left > 0,
+        body,
+        [left, *vectors],
+        shape_invariants=[left.shape, *[_VECTOR.shape] * len(vectors)],
+        parallel_iterations=1,
+    )
+    return tuple(vectors)
+
+
+class KeptBatch:
+    """The element of data that a loop computes, kept for an error that TensorFlow loses.
+
+    It is in a queue for one, from before a step until after it. Tensors are kept, not copied:
+    replicas share memory. The element of a step that fails stays.
+    """
+
+    def __init__(self, element: Any) -> None:
+        """Begins with an element, inside a ``tf.function``: give ``element`` to the step."""
+        self._before = tensors_in(element)
+        self._after = [tf.identity(tensor) for tensor in self._before]
+        self.element = packed(element, self._after)
+        self._structure = tf.nest.map_structure(spec_of, element)
+
+    def until(self, results: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        """Keeps the element until there are these results of the step; returns them."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(1, [tensor.dtype for tensor in self._before])
+        put = self._queue.enqueue(self._before)
+        for tensor in self._after:
+            _compat.add_control_inputs(tensor.op, [put])
+        with tf.control_dependencies(results):
+            taken = self._queue.dequeue()
+        with tf.control_dependencies(tf.nest.flatten(taken)):
+            return tuple([tf.identity(result) for result in results])
+
+    def take(self) -> list[Any]:
+        """Returns the element of a step that has failed, and keeps it no longer; [] if none has."""
+        if not int(self._queue.size()):
+            return []
+        tensors = tf.nest.flatten(self._queue.dequeue())
+        return [packed(self._structure, tensors)]

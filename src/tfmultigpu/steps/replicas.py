@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
-from tfmultigpu.steps.assignments import noting_additions
+from tfmultigpu import _compat
+from tfmultigpu._patch import patching
+from tfmultigpu.lists import by_id
+from tfmultigpu.steps.assignments import deferred_here, noting_additions
+from tfmultigpu.steps.failures import new_variable
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.global_rows import standing_at
 from tfmultigpu.steps.objective import undivided_losses
 from tfmultigpu.steps.sums_of_users import counting_once
-from tfmultigpu.steps.taken_in import noting_calls
-from tfmultigpu.steps.trace import refusing_new_variables
 from tfmultigpu.steps.traced_once import (
     TracedOnce,
     call_on_one_device,
@@ -28,7 +31,8 @@ from tfmultigpu.steps.traced_once import (
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
 from tfmultigpu.strategies.row_parts import sharded_of
 from tfmultigpu.strategies.topology import per_replica
-from tfmultigpu.types import KerasLayer, KerasModel
+from tfmultigpu.types import Function, KerasLayer, KerasModel, KerasVariable, Nested
+from tfmultigpu.user_code import place_of_user
 
 
 class OfReplicas(Protocol):
@@ -154,11 +158,56 @@ def tracing_model(step: OfReplicas, rows: Rows) -> Iterator[None]:
         noting_additions(),
         standing_at(rows),
         undivided_losses(),
-        noting_calls(step.model, step.beside),
+        _noting_calls(step.model, step.beside),
         ExitStack() as contexts,
     ):
         if step.strategy.num_replicas_in_sync > 1:
-            contexts.enter_context(refusing_new_variables())
+            contexts.enter_context(_refusing_new_variables())
         for feature in step.features:
             contexts.enter_context(feature.around_model(rows))
+        yield
+
+
+@contextmanager
+def _refusing_new_variables() -> Iterator[None]:
+    """Refuses variables that code of the user creates in the context, on a replica of several.
+
+    TensorFlow would fail with an error about placeholders, or Keras about a stateless scope. What
+    works stays: Keras creates a variable with an initializer after that code, as for a metric that
+    builds itself, and a ``tf.function`` of the user's creates its own before its second trace.
+    """
+
+    def create(original: Function, **options: object) -> Nested:
+        if deferred_here() is not None:
+            raise new_variable(_described(options.get("name")))
+        return original(**options)
+
+    def begin(original: Function, variable: KerasVariable, *args: object, **kwargs: object) -> None:
+        initial = args[0] if args else kwargs.get("initializer")
+        is_value = not (callable(initial) or isinstance(initial, str))
+        if is_value and deferred_here() is not None:
+            raise new_variable(_described(kwargs.get("name")))
+        original(variable, *args, **kwargs)
+
+    with tf.variable_creator_scope(create), patching(keras.Variable, "__init__", begin):
+        yield
+
+
+def _described(name: object) -> str:
+    what = f"variable {name!r}" if name else "a variable"
+    return f"{what}, created in {place_of_user()}"
+
+
+@contextmanager
+def _noting_calls(model: KerasModel, called: dict[int, KerasLayer]) -> Iterator[None]:
+    """Adds the layers that are called in the context and are not in the model, by their ``id``."""
+    inside = by_id(_compat.layers_inside(model))
+
+    def call(original: Function, layer: KerasLayer, *args: object, **kwargs: object) -> Nested:
+        # The model may be a weak reference to this layer.
+        if isinstance(layer, keras.Layer) and id(layer) not in inside and layer != model:
+            called[id(layer)] = layer
+        return original(layer, *args, **kwargs)
+
+    with patching(keras.Operation, "__call__", call):
         yield

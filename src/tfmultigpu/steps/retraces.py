@@ -68,12 +68,12 @@ class Retraces:
 
     def _tell(self) -> None:
         # Of iterators of another type each time a trace takes in nothing new.
-        found = self._changes or {_ITERATORS: ("one type", "another")}
-        changes = [_in_words(name, *values) for name, values in found.items()]
+        changed = self._changes or {_ITERATORS: ("one type", "another")}
+        changes = [_in_words(name, *values) for name, values in changed.items()]
         warn(
             f"The last {self._in_a_row} calls of the step each traced it once more, which takes a "
             f"hundred times as long as a step. Received: {'; '.join(changes[:3])}. "
-            f"{_advice(*next(iter(found.items())))}"
+            f"{_advice(*next(iter(changed.items())))}"
         )
 
 
@@ -100,8 +100,8 @@ def _advice(name: str, values: tuple[object, object]) -> str:
 def _in_words(name: str, old: object, new: object) -> str:
     """Returns what changed, for a person."""
     if isinstance(old, list) and isinstance(new, list):
-        gone = [one for one in old if one not in new]
-        added = [one for one in new if one not in old]
+        gone = [entry for entry in old if entry not in new]
+        added = [entry for entry in new if entry not in old]
         return f"{name}, without {gone[:3]}, with {added[:3]}"
     return f"{name} from {_shown(old)} to {_shown(new)}"
 

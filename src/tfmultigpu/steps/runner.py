@@ -20,10 +20,10 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import by_id
 from tfmultigpu.recorder import noting
 from tfmultigpu.steps.batches import BatchReader, LoopKind, Split, batch_of, rows_of, spec_of
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.other_states import Touched
-from tfmultigpu.steps.program import Key, Loop, Program, Programs
+from tfmultigpu.steps.pace import CallLength
+from tfmultigpu.steps.program import Key, ManyBatches, Program, Programs
 from tfmultigpu.steps.retraces import BATCH, Facts, Retraces
 from tfmultigpu.steps.tally import (
     Tallies,
@@ -257,7 +257,7 @@ class Runner:
         self.programs.loop_for(kind).note_call(seconds, tallies, watched=watches)
         return tallies
 
-    def _is_long(self, loop: Loop) -> bool:
+    def _is_long(self, loop: ManyBatches) -> bool:
         """Returns whether a step takes so long that a compiled loop would save nothing.
 
         To compile one takes as long as the first step, whose own function is there if that was

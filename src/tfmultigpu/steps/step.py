@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import operator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
+import keras
 import tensorflow as tf
 
+from tfmultigpu import _compat
+from tfmultigpu.accumulation.table_rows import is_table
 from tfmultigpu.lists import by_id, of_type, present
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
@@ -16,7 +21,6 @@ from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.program import Key
 from tfmultigpu.steps.retraces import Facts
 from tfmultigpu.steps.runner import Runner
-from tfmultigpu.steps.taken_in import TakenIn
 from tfmultigpu.steps.tally import Tallies
 from tfmultigpu.steps.values import Call, Shards, Trace
 from tfmultigpu.strategies.scopes import all_layers
@@ -79,7 +83,7 @@ class ModelStep(Step):
     assigned: dict[int, KerasVariable] | None = None
     beside: dict[int, KerasLayer]
     # What traces hold of the model. It stays alive, or another object could have its ``id``.
-    _taken_in: TakenIn | None = None
+    _taken_in: _TakenIn | None = None
     _version = 0
     _called_before: tuple[KerasLayer, ...] = ()  # Beside the model, by the traces that are stale.
 
@@ -112,7 +116,7 @@ class ModelStep(Step):
         before = self._taken_in
         if before is None:
             return None
-        now = TakenIn.of(self.model, before.beside)
+        now = _TakenIn.of(self.model, before.beside)
         if not now.has_objects_of(before):
             return None
         return Key((self._version, written_of(before.tables)), now.flags)
@@ -143,7 +147,7 @@ class ModelStep(Step):
             self._version += 1
             self._called_before = tuple(self.beside.values())
             self.assigned, self.beside = None, {}
-            self._taken_in = TakenIn.of(self.model).with_tables()
+            self._taken_in = _TakenIn.of(self.model).with_tables()
         return is_stale
 
     def note_trace(self, trace: Trace) -> None:
@@ -151,7 +155,7 @@ class ModelStep(Step):
         self.assigned = (self.assigned or {}) | by_id(trace.state)
         if self._taken_in is not None:
             beside = tuple(self.beside.values())
-            self._taken_in = TakenIn.of(self.model, beside).with_tables()
+            self._taken_in = _TakenIn.of(self.model, beside).with_tables()
 
     @property
     def verification(self) -> Any:
@@ -232,3 +236,57 @@ class Looped:
             ValueError: ``steps`` is less than 1.
         """
         return self.runner.run(iterator, steps)[0]
+
+
+# What a trace takes in of a model -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakenIn:
+    """A model as it is at one time.
+
+    Attributes:
+        objects: Its layers, their dtypes and their variables, in order, then all of what is called
+            beside it, and whether that is frozen or synchronized.
+        flags: What may change of them and change back: which are frozen, and which layers are
+            synchronized.
+        beside: Layers that are not in the model, and that a trace has called, as a loss calls
+            another model.
+        tables: The large variables of the model.
+    """
+
+    objects: tuple[object, ...]
+    flags: tuple[Hashable, ...]
+    beside: tuple[KerasLayer, ...] = ()
+    tables: tuple[KerasVariable, ...] = ()
+
+    @classmethod
+    def of(cls, model: KerasModel, beside: tuple[KerasLayer, ...] = ()) -> _TakenIn:
+        """Returns what there is in a model now, and in layers beside it; asked at each step."""
+        objects: list[object] = []
+        flags: list[Hashable] = []
+        for layer in all_layers(model):
+            flags += layer.trainable, getattr(layer, "synchronized", None)
+            objects += layer, getattr(layer, "dtype_policy", None)
+            for variable in _compat.own_variables(layer):
+                objects.append(variable)
+                flags.append(variable.trainable)
+        # Flags tell what is trained, unless the user says it: to ask Keras takes much longer.
+        if model.__class__.trainable_variables is not keras.Model.trainable_variables:
+            flags += map(id, model.trainable_variables)
+        for layer in beside:
+            # Not as flags: which layers are called is known after the trace, and its key is not.
+            objects += layer.trainable, getattr(layer, "synchronized", None)
+            objects += layer, getattr(layer, "dtype_policy", None), *_compat.own_variables(layer)
+        return cls(tuple(objects), tuple(flags), beside)
+
+    def has_objects_of(self, other: _TakenIn) -> bool:
+        """Returns whether the layers and the variables are the same ones."""
+        if len(self.objects) != len(other.objects):
+            return False
+        return all(map(operator.is_, self.objects, other.objects))
+
+    def with_tables(self) -> _TakenIn:
+        """Returns the same with its tables, which takes longer."""
+        variables = [each for each in self.objects if isinstance(each, keras.Variable)]
+        return dataclasses.replace(self, tables=tuple(filter(is_table, variables)))

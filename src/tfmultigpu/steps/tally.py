@@ -294,17 +294,17 @@ def logs_of(tallies: Tallies) -> dict[str, Tensor]:
     """Returns the logs of several steps, each behind its name; ``"steps"`` counts all."""
     logs: dict[str, Tensor] = {}
     for name, tally in tallies.items():
-        own = tally.logs()
-        steps = {"steps": own.pop("steps")}
+        of_step = tally.logs()
+        steps = {"steps": of_step.pop("steps")}
         if name:
-            own = {f"{name}_{key}": value for key, value in own.items()}
-        if both := sorted(own.keys() & logs.keys()):
+            of_step = {f"{name}_{key}": value for key, value in of_step.items()}
+        if both := sorted(of_step.keys() & logs.keys()):
             raise ValueError(
                 "Two logs of a chain have one name, so one of them would be lost. Received: "
                 f"{both} from the step {name!r} and from one before it. Give chain_steps other "
                 "names."
             )
-        logs = {**steps, **logs, **own}
+        logs = {**steps, **logs, **of_step}
     return logs
 
 

@@ -209,12 +209,12 @@ def add_on_device(parts: Sequence[Tensor], device: str) -> Tensor:
     half = 1 << (len(addends) - 1).bit_length() - 1  # The others pass up.
     halves: list[Any] = []
     for part in (addends[:half], addends[half:]):
-        place = device
+        where = device
         for addend in part:
             if len(part) > 1 and addend.device != device:
-                place = addend.device
+                where = addend.device
                 break
-        halves.append(part[0] if len(part) == 1 else add_on_device(part, place))
+        halves.append(part[0] if len(part) == 1 else add_on_device(part, where))
     if is_list(halves[0]):
         if len(addends) > 2:
             halves = list(map(unique, halves))
@@ -327,8 +327,8 @@ def value_of_first_worker(
     if is_one_process(strategy):
         return value
     with tf.init_scope(), tf.device(device), explaining_lost_workers():
-        own = value if local_replicas(strategy)[0] == 0 else tf.zeros_like(value)
-        first: tf.Tensor = sum_over_workers(strategy, [own], [device])[0]
+        addend = value if local_replicas(strategy)[0] == 0 else tf.zeros_like(value)
+        first: tf.Tensor = sum_over_workers(strategy, [addend], [device])[0]
     return first
 
 

@@ -14,8 +14,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import brief
 from tfmultigpu.clusters import Cluster, Scheduler
 from tfmultigpu.devices.configure import devices_started
-from tfmultigpu.devices.discovery import logical_to_physical
-from tfmultigpu.devices.missing_gpus import why_no_more_gpus
+from tfmultigpu.devices.discovery import logical_to_physical, why_no_more_gpus
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose

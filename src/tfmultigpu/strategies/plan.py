@@ -252,10 +252,10 @@ def _addition(
             refused = facts.explained("NCCL runs on GPUs only, and this is a CPU")
         return "none", "one replica has nothing to add", refused
     if kind == "tpu":
-        own = "a TPU adds over its own interconnect"
+        interconnect = "a TPU adds over its own interconnect"
         if asked == "auto":
-            return "tpu", own, None
-        return "tpu", own, own
+            return "tpu", interconnect, None
+        return "tpu", interconnect, interconnect
     possible = _ADDITIONS_OF_ONE_PROCESS
     if kind == "multi_worker":
         possible = ("nccl", "ring")

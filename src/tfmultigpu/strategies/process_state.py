@@ -52,9 +52,9 @@ class ProcessState:
         TensorFlow keeps no list, so they are looked for among the objects of the process. That
         takes 0.1 s for a million objects, and nothing if no strategy was ever made.
         """
-        found = _strategies_of_several_replicas()
-        living = weakref.WeakSet(found) - self._forgotten
-        del found
+        strategies = _strategies_of_several_replicas()
+        living = weakref.WeakSet(strategies) - self._forgotten
+        del strategies
         # A model, its steps and their strategy hold each other: the first collection of garbage
         # finds the model, the next ones the steps kept for it.
         for _ in range(3):

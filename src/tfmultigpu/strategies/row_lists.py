@@ -39,6 +39,16 @@ def joined(lists: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.concat([each.indices for each in lists], 0))
 
 
+def added(before: Tensor, addend: Tensor) -> Tensor:
+    """Returns the sum of two gradients: two tensors, or two lists, then a list with each id once.
+
+    So the sum of any number of lists is never longer than the table.
+    """
+    if is_list(addend):
+        return unique(joined([before, addend]))
+    return before + addend
+
+
 def unique(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     """Returns the list with each id once, its rows added; not more rows than the table has."""
     ids, places = tf.unique(rows.indices)

@@ -191,13 +191,13 @@ def check_scope(
         if isinstance(inner, tf.Tensor) and (refused := attached(strategy).refused) is not None:
             raise refused  # The variable is empty: Keras has hidden why.
         if not is_inside(inner):
-            own = getattr(inner, "distribute_strategy", None)
+            origin = getattr(inner, "distribute_strategy", None)
             name = getattr(variable, "path", variable.name)
-            if own is None:
-                where, place, fix = "outside the scope of the strategy", "on one device", "Create"
+            if origin is None:
+                where, placed, fix = "outside the scope of the strategy", "on one device", "Create"
             else:
                 where = "in the scope of another strategy than the one given"
-                place = f"on {describe(own)}"
+                placed = f"on {describe(origin)}"
                 fix = "Pass that strategy, strategy=strategy; or create"
             of, layer = what, name.rpartition("/")[0]
             inside = [each for each in variables if is_inside(tf_variable(each))]
@@ -206,14 +206,14 @@ def check_scope(
                 if any(each.path.rpartition("/")[0] == layer for each in inside):
                     raise ScopeError(
                         f"A variable was added to the {of} {where}.",
-                        f"{name!r}, {place}, and {describe(strategy)}",
+                        f"{name!r}, {placed}, and {describe(strategy)}",
                         "Call what added it in the scope, after the model is created anew:\n"
                         "    with strategy.scope():\n"
                         "        layer.enable_lora(4)  # or layer.quantize(...), add_weight(...)",
                     )
             raise ScopeError(
                 f"The {of} was created {where}.",
-                f"variable {name!r} of the {what}, {place}, and {describe(strategy)}",
+                f"variable {name!r} of the {what}, {placed}, and {describe(strategy)}",
                 f"{fix} the {what} in the scope, again if a notebook cell has made the strategy "
                 "anew:\n"
                 "    with strategy.scope():\n"

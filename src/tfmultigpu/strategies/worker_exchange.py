@@ -43,15 +43,15 @@ class WorkerExchange:
 
     def __call__(self, purpose: str, numbers: Sequence[int]) -> Array:
         """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``."""
-        own = np.asarray([list(numbers)], "int64")
+        sent = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
-            return own
-        count = own.shape[1]
+            return sent
+        count = sent.shape[1]
         header = [count, digest_of(purpose)]
         # Only a few lengths occur: tracing each takes a second on a busy machine.
         length = max(_SHORTEST, 1 << (count + 1).bit_length())
         wide = np.zeros([1, length], "int64")
-        wide[0, : count + 2] = [*header, *own[0]]
+        wide[0, : count + 2] = [*header, *sent[0]]
         with noting("exchange", purpose):
             gathered = self.rows(lambda: wide)[:: self._local]
         others = np.flatnonzero((gathered[:, :2] != header).any(axis=1)).tolist()

@@ -14,10 +14,10 @@ from typing import Any
 from tfmultigpu.addons.checkpoints.callback import CheckpointCallback, EventsOfFit
 from tfmultigpu.addons.checkpoints.files import newest, save
 from tfmultigpu.addons.checkpoints.state import RunVariables
+from tfmultigpu.addons.checkpoints.stop_signals import StopSignal, StopVote
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.strategies.topology import kernels_of
 from tfmultigpu.types import Model, Optimizer
 

@@ -43,14 +43,14 @@ def is_table(value: object) -> bool:
 
 def named_tables(groups: Mapping[str, Sequence[object]]) -> Tables:
     """Returns the tables among values, once each, by group and number."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     known: set[int] = set()
     for group, values in groups.items():
         tables = [value for value in values if is_table(value) and id(value) not in known]
         known.update(map(id, tables))
         for number, table in enumerate(tables):
-            found[f"{PREFIX}{group}{number:04d}"] = table
-    return found
+            named[f"{PREFIX}{group}{number:04d}"] = table
+    return named
 
 
 def read_tables(tables: Tables, exchange: WorkerExchange) -> Arrays:

@@ -139,17 +139,17 @@ def _places_of_sharded(model: KerasModel) -> dict[str, str]:
 
 def _strategy_of(model: KerasModel) -> tf.distribute.Strategy:
     """Returns the strategy that a model is meant for."""
-    own = strategy_of(model)
+    strategy = strategy_of(model)
     if tf.distribute.has_strategy():
-        own = tf.distribute.get_strategy()
-    if not is_default(own):
-        return own
+        strategy = tf.distribute.get_strategy()
+    if not is_default(strategy):
+        return strategy
     living = process_state.living_strategies()
     if len(living) > 1:
         refuse_one_device("explain")  # None of them is guessed.
     if living:
         return living[0]
-    return own
+    return strategy
 
 
 def _devices_of_copies(model: KerasModel, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -212,10 +212,10 @@ def _check_optimizer(
     once: Collection[int] = ()
     if update is not None:
         once = update.state  # Of owners, on one device each.
-    own = [v for v in optimizer.variables if id(v) not in once]
+    of_replicas = [v for v in optimizer.variables if id(v) not in once]
     known = {id(v) for v in _compat.optimizer_trains(optimizer) or ()}
     new = [variable.path for variable in model.trainable_variables if id(variable) not in known]
-    if what := _outside(own, strategy, "optimizer"):
+    if what := _outside(of_replicas, strategy, "optimizer"):
         why = "Each replica then updates its own copy of the weights, and they drift apart."
     elif known and len(new) == len(model.trainable_variables):
         what = "The optimizer was built for another model: it knows no variable of this one."

@@ -68,7 +68,7 @@ class Hooks:
         self.exchange = WorkerExchange(strategy)
         shown = verbose if self.exchange.is_chief else 0
         given = to_list(callbacks)
-        check_callbacks(given, model, step)
+        _check_callbacks(given, model, step)
         check_files(self.exchange, given, model)
         of_keras = keras.callbacks.CallbackList(
             given,
@@ -122,7 +122,7 @@ class Hooks:
             wanted = callback.on_fit_begin(asked, self.params["epochs"])
             start = start or wanted
         start = start or asked
-        check_alike(self.strategy, "fit", {"the start of a resumed fit": start})
+        check_alike(self.strategy, {"the start of a resumed fit": start})
         return start
 
     def announce(self, fit: RunningFit) -> None:
@@ -160,10 +160,8 @@ def to_list(callbacks: Any) -> list[Any]:
     return list(given)
 
 
-def check_callbacks(
-    callbacks: Iterable[Any],
-    model: KerasModel = None,
-    step: TrainStep | ChainedStep | None = None,
+def _check_callbacks(
+    callbacks: Iterable[Any], model: KerasModel, step: TrainStep | ChainedStep | None
 ) -> None:
     """Checks that callbacks work in the loops of this library, and with a step of the user."""
     of_optimizer = (

@@ -24,10 +24,10 @@ from tfmultigpu.addons.loops.workers import check_same_training
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.recorder import noting
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.other_states import OtherState
+from tfmultigpu.steps.pace import CallLength
 from tfmultigpu.steps.tally import Layout, Numbers, Tally
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.row_parts import sharded_of
@@ -291,8 +291,8 @@ def _epoch_logs(
         by_rows: Whether losses are means of the batches' losses, each by its rows.
     """
     losses: dict[str, Tensor] = {}
-    for step, one in sums.items():
-        means = _layout_of(one).means(Numbers.of(one.numbers), by_rows=by_rows)
+    for step, step_sums in sums.items():
+        means = _layout_of(step_sums).means(Numbers.of(step_sums.numbers), by_rows=by_rows)
         for name, value in means.items():
             if name.endswith("loss"):
                 losses[f"{step}_{name}" if step else name] = value

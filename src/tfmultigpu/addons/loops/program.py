@@ -26,11 +26,11 @@ from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.loop import EvaluationLoop, TrainingLoop
 from tfmultigpu.addons.loops.methods import refuse_own_methods, replaces
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import asked_for, make_eval_step, make_train_step
 from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.pace import CallLength
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import describe
 from tfmultigpu.types import Function, KerasModel, Options, Verify
@@ -222,11 +222,11 @@ class Program:
 
 def _check_trains(step: TrainStep | ChainedStep, model: KerasModel) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
-    own = set(map(id, model.variables))
+    of_model = set(map(id, model.variables))
     trained: set[int] = set()
     for part in step.train_steps:
         trained.update(map(id, part.forward.trained))
-    if own and trained and not own & trained:
+    if of_model and trained and not of_model & trained:
         names = ", ".join(repr(part.model.name) for part in step.train_steps)
         raise ValueError(
             "The step does not train the model, which callbacks would save and restore. Received: "

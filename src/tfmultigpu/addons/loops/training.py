@@ -288,7 +288,7 @@ def _check_same_arguments(
         parts = value if isinstance(value, (list, tuple)) else [value]
         is_plain = all(isinstance(part, (int, float, str, type(None))) for part in parts)
         compared[name] = value if is_plain and name != "validation_data" else value is None
-    check_alike(strategy, "fit", compared)
+    check_alike(strategy, compared)
 
 
 def checked_arguments(kwargs: Mapping[str, object]) -> Options:

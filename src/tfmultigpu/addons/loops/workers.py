@@ -15,25 +15,23 @@ from tfmultigpu.types import KerasModel, Nested
 
 def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
     """Returns the sorted union of the workers' numbers, from 0 up; all workers must call it."""
-    own = sorted(set(numbers))
+    asked = sorted(set(numbers))
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1:
-        return own
-    most = int(exchange("how many numbers", [len(own)]).max())
-    padded = exchange("a union of numbers", [*own, *[-1] * (most - len(own))])
+        return asked
+    most = int(exchange("how many numbers", [len(asked)]).max())
+    padded = exchange("a union of numbers", [*asked, *[-1] * (most - len(asked))])
     return sorted({int(number) for number in padded.ravel()} - {-1})
 
 
-def check_alike(
-    strategy: tf.distribute.Strategy, function: str, arguments: Mapping[str, Nested]
-) -> None:
-    """Checks that all workers call a function with the same arguments; all must call it."""
+def check_alike(strategy: tf.distribute.Strategy, arguments: Mapping[str, Nested]) -> None:
+    """Checks that all workers call ``fit`` with the same arguments; all must call it."""
     exchange = WorkerExchange(strategy)
-    if (difference := exchange.find_difference(function, arguments)) is not None:
+    if (difference := exchange.find_difference("fit", arguments)) is not None:
         name, other = difference
         raise ClusterError(
-            f"The workers call {function} with different arguments, so some would wait for the "
-            "others forever.",
+            "The workers call fit with different arguments, so some would wait for the others "
+            "forever.",
             f"{name}={arguments[name]!r} on worker {exchange.worker}, and another value on worker "
             f"{other}",
             "Run the same program on every worker.",

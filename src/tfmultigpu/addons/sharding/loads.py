@@ -64,11 +64,11 @@ class Loads:
         if (counts != counts[0]).any():
             raise ClusterError(
                 "The workers would shard different variables.",
-                f"at_least={[int(one) for one in counts[:, 0]]}, by worker",
+                f"at_least={[int(size) for size in counts[:, 0]]}, by worker",
                 "Give all workers the same at_least.",
             )
-        self.bytes = [int(one) for one in alive.max(axis=0)]
-        least = tuple(float(one) for one in memory.min(axis=0))
+        self.bytes = [int(size) for size in alive.max(axis=0)]
+        least = tuple(float(size) for size in memory.min(axis=0))
         return Limits(limits.at_least, None if math.inf in least else least)
 
     def check(
@@ -83,8 +83,8 @@ class Loads:
         """Checks that a device holds one variable more, or the ``part`` of one, in words."""
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
-                f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
-                for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
+                f"{parse_device_name(each)}: {used:,} of {int(most):,} bytes"
+                for each, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
             what = part or repr(_private.path_of(name))
             # More devices, or other variables elsewhere, do not help.

@@ -291,7 +291,7 @@ def memory_of_devices(
     names = [parse_device_name(device) for device in devices]
     if memory is None:
         known = [known_memory(name) for name in names]
-        return None if None in known else tuple(float(one) for one in known if one is not None)
+        return None if None in known else tuple(float(free) for free in known if free is not None)
     given = {parse_device_name(name): float(size) for name, size in memory.items()}
     if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
         raise DataError(

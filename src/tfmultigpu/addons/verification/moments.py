@@ -16,10 +16,9 @@ from tfmultigpu.types import Function, KerasLayer, Nested, Tensor
 class OwnMoments:
     """A switch, in the trace of a step: the moments of a replica's own rows, or 0 and 1.
 
-    Each replica normalizes by its own rows what a plain ``BatchNormalization`` is given, as
-    everybody knows who has been told. One device has the moments of all rows, so nothing else could
-    be compared. A step traced once more without them would double the time of the first one; the
-    switch costs two small operations for each layer, and two for its gradient.
+    A plain ``BatchNormalization`` normalizes by the rows of its replica, and on one device by all
+    rows, so with moments nothing else could be compared. A step traced once more without them would
+    double the time of the first one; the switch costs four small operations for each layer.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -50,9 +49,8 @@ class OwnMoments:
             graph = tf.compat.v1.get_default_graph()
             if graph not in reads:
                 reads[graph] = tf.convert_to_tensor(self._taken)
-            taken = reads[graph]
-            mean = tf.where(taken, mean, tf.zeros_like(mean))
-            return mean, tf.where(taken, variance, tf.ones_like(variance))
+            mean = tf.where(reads[graph], mean, tf.zeros_like(mean))
+            return mean, tf.where(reads[graph], variance, tf.ones_like(variance))
 
         with patching(*_compat.moments_of_batch(), moments):
             yield

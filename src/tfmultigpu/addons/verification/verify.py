@@ -35,9 +35,9 @@ from tfmultigpu.steps.batches import cut_batch
 from tfmultigpu.steps.failures import explaining_failures, line_on_memory
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
+from tfmultigpu.steps.pace import saying_if_slow
 from tfmultigpu.steps.predict import join_rows
 from tfmultigpu.steps.program import Key, Program
-from tfmultigpu.steps.slow import saying_if_slow
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Batch, Call, Rows
 from tfmultigpu.strategies.scopes import all_layers

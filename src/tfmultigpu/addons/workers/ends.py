@@ -1,17 +1,19 @@
-"""Which workers have ended, and how; what the others do. The connections of the meeting tell it.
+"""Which workers have ended, and how: what the others hear of it, and the launcher.
 
-They serve while a collective waits, and do not wait for the first worker if it is stopped, as the
-service of TensorFlow does.
+The connections of the meeting tell it to the others. They serve while a collective waits, and do
+not wait for the first worker if it is stopped, as the service of TensorFlow does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tfmultigpu.addons.workers.channels import Message, receive, send
@@ -125,3 +127,32 @@ class Ends:
         for peer, channel in self._channels.items():
             if peer != worker:
                 self._send(channel, {"worker": worker, **asdict(end)})
+
+
+# Notes to the launcher ----------------------------------------------------------------------------
+# The launcher knows only how its processes end, and their output is for a person. So workers make
+# empty files, the first of which it names in TFMULTIGPU_JOINED.
+
+JOINED = "TFMULTIGPU_JOINED"
+
+
+def note_joined() -> None:
+    """Notes that this worker has joined the others."""
+    if path := os.environ.get(JOINED):
+        Path(path).touch()
+
+
+def note_lost(worker: int) -> None:
+    """Notes that this worker, ``worker``, has lost another one."""
+    if path := os.environ.get(JOINED):
+        with contextlib.suppress(OSError):  # The launcher may have ended.
+            _lost(Path(path), worker).touch()
+
+
+def has_lost_another(joined: Path, worker: int) -> bool:
+    """Returns whether a worker has lost another one, so that it was not the first to fail."""
+    return _lost(joined, worker).exists()
+
+
+def _lost(joined: Path, worker: int) -> Path:
+    return joined.with_name(f"{joined.name}-lost-{worker}")

@@ -15,10 +15,9 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._version import __version__, version_of_keras
-from tfmultigpu.addons.workers.ends import Ends
+from tfmultigpu.addons.workers.ends import Ends, note_joined
 from tfmultigpu.addons.workers.lost import JoinedWorkers
 from tfmultigpu.addons.workers.meeting import meet
-from tfmultigpu.addons.workers.notes import note_joined
 from tfmultigpu.addons.workers.sources import job_id
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import ClusterError

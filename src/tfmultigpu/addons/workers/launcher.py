@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfmultigpu.addons.workers.channels import connect
-from tfmultigpu.addons.workers.notes import JOINED, has_lost_another
+from tfmultigpu.addons.workers.ends import JOINED, has_lost_another
 from tfmultigpu.addons.workers.processes import (
     Outcome,
     free_addresses,

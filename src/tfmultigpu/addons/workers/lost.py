@@ -21,8 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.addons.workers.ends import FINISHED, End, Ends
-from tfmultigpu.addons.workers.notes import note_lost
+from tfmultigpu.addons.workers.ends import FINISHED, End, Ends, note_lost
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
 from tfmultigpu.strategies.worker_exchange import different_calls

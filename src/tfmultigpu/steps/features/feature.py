@@ -15,7 +15,7 @@ from tfmultigpu.steps.values import Call, Gradient, Phase, Replica, Rows
 from tfmultigpu.types import Context, KerasModel, KerasOptimizer, KerasVariable, Scalar
 
 # run(body, most, count, values): number, *values = body(number, *values) for 1 to count - 1.
-Loop = Callable[[Callable[..., Any], int, Any, Sequence[Any]], list[Any]]
+RunsParts = Callable[[Callable[..., Any], int, Any, Sequence[Any]], list[Any]]
 
 
 class BoundStep(Protocol):
@@ -62,7 +62,7 @@ class Feature:
     takes_lists = False
     colocates_gradients = False
     traces_once = False
-    loop: Loop | None = None
+    loop: RunsParts | None = None
     verification: Any = None
 
     def __init_subclass__(cls) -> None:

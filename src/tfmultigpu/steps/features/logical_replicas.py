@@ -17,7 +17,7 @@ from tfmultigpu.steps.batches import open_rows
 from tfmultigpu.steps.features.feature import BoundStep, Feature
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.collectives import adding_in_pairs, keeping_additions
-from tfmultigpu.strategies.row_lists import is_list, joined, unique
+from tfmultigpu.strategies.row_lists import added, is_list, unique
 from tfmultigpu.strategies.topology import describe, is_on_read, local_replicas, strategy_devices
 from tfmultigpu.types import Context, KerasVariable, Scalar, Shard, Tensor
 from tfmultigpu.user_code import warn
@@ -169,12 +169,12 @@ class LogicalReplicas(Feature):
         numbers = [i for i, state in enumerate(trace.state) if id(state) in shared]
         given: list[Pass] = []
         replicas = local_replicas(self._strategy)
-        for replica, result, place in zip(replicas, passes, rows, strict=True):
+        for replica, result, dealt in zip(replicas, passes, rows, strict=True):
             is_first = replica == number == 0
             with tf.device(result.stats.device):
                 values: list[Tensor] = []
                 for i in numbers:
-                    values.append(_addend(trace.state[i], result.state[i], place, is_first))
+                    values.append(_addend(trace.state[i], result.state[i], dealt, is_first))
                 addends = [unique(one) if is_list(one) else one for one in result.addends]
             given.append(result.with_addends(addends)._replace(shared=tuple(values)))
         return given
@@ -220,19 +220,9 @@ def _sum_of(left: _Group, right: _Group) -> _Group:
     sums: list[Pass] = []
     for before, result in zip(left.passes, right.passes, strict=True):
         with tf.device(result.stats.device), keeping_additions():
-            flat = _add_each(_addends(before), _addends(result))
+            flat = list(map(added, _addends(before), _addends(result)))
         sums.append(_with_addends(result, flat)._replace(state=before.state))
     return _Group(left.size + right.size, sums)
-
-
-def _add_each(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    sums: list[Any] = []
-    for before, addend in zip(left, right, strict=True):
-        if is_list(addend):
-            sums.append(unique(joined([before, addend])))
-        else:
-            sums.append(before + addend)
-    return sums
 
 
 def _addends(result: Pass) -> list[Any]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmultigpu.lists import of_type
-from tfmultigpu.steps.features.feature import BoundStep, Feature, Loop
+from tfmultigpu.steps.features.feature import BoundStep, Feature, RunsParts
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.values import Pass, Phase, Rows, Shards, Trace
-from tfmultigpu.strategies.row_lists import is_list, joined, unique
+from tfmultigpu.strategies.row_lists import added, is_list, unique
 from tfmultigpu.types import Function, Nested, Scalar, Tensor
 
 
@@ -27,7 +27,7 @@ class MicroBatches(Feature):
         count: The largest number of parts; with fewer rows there is one for each.
     """
 
-    def __init__(self, count: int, loop: Loop | None = None) -> None:
+    def __init__(self, count: int, loop: RunsParts | None = None) -> None:
         self.count = count
         self._loop = loop or one_after_the_other
 
@@ -64,12 +64,12 @@ class MicroBatches(Feature):
             def body(number: Scalar, *flat: Tensor) -> tuple[Nested, ...]:
                 before = _unflat(flat, first)
                 states: list[tuple[Tensor, ...]] = []
-                for at_first, one in zip(begin, before, strict=True):
-                    values = list(one.state)
-                    for place, variable in enumerate(trace.state):
+                for at_first, sums in zip(begin, before, strict=True):
+                    values = list(sums.state)
+                    for i, variable in enumerate(trace.state):
                         # Seeds are as for the first part: all take their part of the same draws.
                         if id(variable) in seeds:
-                            values[place] = at_first[place]
+                            values[i] = at_first[i]
                     states.append(tuple(values))
                 part = shards.cut(tf.cast(number, tf.int64), count)
                 new = phase(part._replace(state=states), trace)
@@ -82,7 +82,7 @@ class MicroBatches(Feature):
 
     def _states_of_replicas(self, trace: Trace, replicas: int) -> list[tuple[Tensor, ...]]:
         """Returns for each replica of this process the values of ``trace.state``."""
-        states = self._strategy.run(lambda: [tf.identity(one.value) for one in trace.state])
+        states = self._strategy.run(lambda: [tf.identity(state.value) for state in trace.state])
         if not states:
             return [()] * replicas
         local = map(self._strategy.experimental_local_results, states)
@@ -112,26 +112,17 @@ def one_after_the_other(
 def _sum(new: Pass, before: Pass | None = None) -> Pass:
     """Returns the sum of two passes, or a pass by itself, with the states of the new one.
 
-    A list of the rows of a table has each row once, so it is never longer than the table.
+    A list of the rows of a table has each row once.
     """
-    addends = new.addends
-    if before is not None:
-        addends = list(map(_add, before.addends, addends))
-    return new.with_addends(list(map(_each_row_once, addends)))
-
-
-def _add(before: Tensor, addend: Tensor) -> Tensor:
-    with tf.device(addend.device):  # What is added on a device of its own stays there.
-        if is_list(addend):
-            return joined([before, addend])
-        return before + addend
-
-
-def _each_row_once(addend: Tensor) -> Tensor:
-    if not is_list(addend):
-        return addend
-    with tf.device(addend.device):
-        return unique(addend)
+    sums: list[Tensor] = []
+    earlier = [] if before is None else before.addends
+    for number, addend in enumerate(new.addends):
+        with tf.device(addend.device):  # What is added on a device of its own stays there.
+            if before is not None:
+                sums.append(added(earlier[number], addend))
+            else:
+                sums.append(unique(addend) if is_list(addend) else addend)
+    return new.with_addends(sums)
 
 
 def _flat(passes: Sequence[Pass]) -> list[Tensor]:

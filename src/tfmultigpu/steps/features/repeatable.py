@@ -48,13 +48,13 @@ def noting_operations() -> Iterator[list[Any]]:
 
 def check_effects(function: Function, operations: Sequence[Any]) -> None:
     """Checks that a function does nothing that a second call would do once more, or otherwise."""
-    found = sorted({operation.type for operation in _effects(operations)})
-    if found:
+    kinds = sorted({operation.type for operation in _effects(operations)})
+    if kinds:
         raise TfMultiGpuError(
             "keras.remat calls a function once more in the backward pass, and this one does what "
             "cannot be repeated: a draw that is not Keras', an assignment in a loop or to a "
             "variable of TensorFlow, a table or a Python function.",
-            f"{', '.join(found)} in {_name(function)}",
+            f"{', '.join(kinds)} in {_name(function)}",
             "Do it outside and pass the result: keras.remat(function)(x, result). Draw by a "
             "keras.random.SeedGenerator.",
         )

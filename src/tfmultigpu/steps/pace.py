@@ -1,13 +1,52 @@
-"""A word on the logger, if something that happens once takes long."""
+"""How long a call into TensorFlow takes: how many steps it has, and a word if it is slow."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+import tensorflow as tf
+
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+
+@dataclasses.dataclass
+class CallLength:
+    """Cuts many steps into calls of some ``seconds``, whose cost is some thousandth of that.
+
+    All workers cut alike: TensorFlow adds their gradients only in the same round of the same call.
+
+    Attributes:
+        largest: The most steps in a call.
+        measured: How many calls are measured.
+        steps: The steps of the next call.
+    """
+
+    strategy: tf.distribute.Strategy
+    seconds: float = 0.5
+    largest: float = math.inf
+    measured: float = math.inf
+    steps: int = 1
+
+    def note(self, ran: int, began: float) -> None:
+        """Notes how many steps ran since ``time.perf_counter()`` was this; all workers call it."""
+        if ran and self.measured:
+            self.measured -= 1
+            exchange, seconds = WorkerExchange(self.strategy), [time.perf_counter() - began]
+            longest = float(exchange.floats("the seconds of a call", seconds).max())
+            fitting = int(ran * self.seconds / max(longest, 1e-9))
+            # The first steps are not like the others: not many more at once.
+            self.steps = int(max(1, min(fitting, 4 * ran, self.largest)))
+
+
+# A word on the logger if something that happens once takes long -----------------------------------
+
 
 _SECONDS = 5.0
 _log = logging.getLogger("tfmultigpu")

@@ -10,8 +10,8 @@ import types
 import numpy as np
 import pytest
 
-from tfmultigpu.strategies import stop_signals
-from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
+from tfmultigpu.addons.checkpoints import stop_signals
+from tfmultigpu.addons.checkpoints.stop_signals import StopSignal, StopVote
 
 
 def test_a_second_signal_does_what_it_would_have_done() -> None:
