@@ -104,6 +104,44 @@ def test_in_fit(trained: Any, tmp_path: Path, loop: str) -> None:
     assert not recorder.innermost
 
 
+class Data(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of which one hangs, in a thread of Keras."""
+
+    def __init__(self, wait: Callable[[], None], workers: int) -> None:
+        super().__init__(workers=workers)
+        self.wait = wait
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 2:
+            self.wait()
+        return BATCH
+
+
+# Fails if a PyDataset that blocks is not named, in threads of its own or in that of tf.data.
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_py_dataset_that_blocks(trained: Any, tmp_path: Path, workers: int) -> None:
+    words = "__getitem__ of the PyDataset has not returned, at hangs.py"
+    with hearing(words) as said:
+        watch = tmg.watch(SECONDS, tmp_path)
+        tmg.fit(trained[0], Data(said.wait, workers), callbacks=[watch], verbose=0)
+    assert "in wait" in said.said()
+
+
+# Fails if a worker process of a PyDataset is not named, whose stack nobody sees.
+def test_a_process_of_a_py_dataset() -> None:
+    waits = {"file": "/keras/src/trainers/data_adapters/py_dataset_adapter.py", "own": False}
+    frames = [{**waits, "function": "get", "code": "value.get()", "line": 9}]
+    main = [{**frames[0], "file": "/data/ops/iterator_ops.py", "function": "__next__"}]
+    threads = [{"id": 1, "frames": main}, {"id": 2, "frames": frames}]
+    state = {"phase": "next batch", "thread": 1, "first": False, "last": None, "what": ""}
+    kind, text = clue_of(state, [{"name": "", "main": False, **each} for each in threads])
+    assert kind == "generator"
+    assert "a worker process of the PyDataset" in text
+
+
 # Fails if what a disk holds up is not named, with the file and the room on the disk.
 def test_a_save_that_blocks(trained: Any, tmp_path: Path) -> None:
     model, *_ = trained

@@ -18,6 +18,7 @@ from tfmultigpu.errors import TfMultiGpuError
 # Clues that say why a process does not continue, whatever the others do.
 _CAUSES = ("save", "deadlock", "generator", "py_function", "lock", "metric")
 _IDLE = 0.1  # Of one processor.
+_ENQUEUER = "data_adapters/py_dataset_adapter.py"  # Of Keras, for data with workers.
 
 
 # What one process knows. --------------------------------------------------------------------------
@@ -49,6 +50,8 @@ def clue_of(state: Mapping[str, Any], threads: Sequence[Any]) -> Any:
             f"{' and '.join(said)} wait for locks, probably for each other's, which is a "
             "deadlock; let all threads take the locks in one order",
         ]
+    if _reads(state, frames) and (of_data := _of_py_dataset(threads)):
+        return ["generator", of_data]
     for thread in threads:
         code = last_own(thread["frames"])
         if code is None or not passes(thread["frames"], "ops/script_ops.py"):
@@ -73,6 +76,24 @@ def clue_of(state: Mapping[str, Any], threads: Sequence[Any]) -> Any:
     if state["phase"] is None or _in_callback(frames):
         return ["code", f"it is in your own code{at}"]
     return None
+
+
+def _of_py_dataset(threads: Sequence[Any]) -> str:
+    """Returns which line of a PyDataset blocks, in a thread of Keras or of tf.data; "" for none."""
+    waits = False
+    for thread in threads:
+        if not passes(thread["frames"], _ENQUEUER):
+            continue
+        code = last_own(thread["frames"])
+        if code is not None and passes(thread["frames"], "", "__getitem__"):
+            return f"__getitem__ of the PyDataset has not returned, at {place(code)}"
+        waits = waits or passes(thread["frames"], _ENQUEUER, "get")
+    if not waits:
+        return ""
+    return (
+        "a worker process of the PyDataset has not returned a batch; with "
+        "use_multiprocessing=False its line is known"
+    )
 
 
 def _in_callback(frames: Sequence[Any]) -> bool:
@@ -121,7 +142,7 @@ def in_a_line(state: Mapping[str, Any]) -> str:
     if phase == "next batch":
         return f"{who} waits for batch {number} {what} {since}"
     shapes = f", shapes {', '.join(map(str, state['shapes']))}" if state["shapes"] else ""
-    if phase == "call" and last is not None:
+    if phase == "call" and last is not None and last != number:
         return f"{who} is in steps {number} to {last} of {what}, which read their batches, {since}"
     if phase == "call":
         return f"{who} is in step {number} of {what} {since}{shapes}"
