@@ -34,6 +34,7 @@ from tfmultigpu.steps.values import Shards, Trace
 from tfmultigpu.strategies.called_by_all import (
     AS_WRITTEN,
     PAYS_FROM_VARIABLES,
+    REWRITTEN,
     call,
     call_on_replica,
 )
@@ -127,7 +128,7 @@ class TracedOnce:
         context: Any = tf.distribute.get_replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group)
         number %= len(local_replicas(self._strategy))  # In this process, or on one device.
-        config = b"" if self._logical is None else AS_WRITTEN
+        config = REWRITTEN if self._logical is None else AS_WRITTEN
         outputs = call_on_replica(self._strategy, self._function, number, tensors_in(args), config)
         return packed(self._function.structured_outputs, outputs)
 
