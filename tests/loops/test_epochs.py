@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,8 @@ def warm() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # As if a call took no time: else one takes fewer batches on a busy machine. The length of
         # later calls is that of these.
-        patch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+        clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic)
+        patch.setattr(pace, "time", clock)
         tmg.fit(model, (X, SIZE), **{**FIT, "epochs": 9})
     return model
 

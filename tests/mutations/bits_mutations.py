@@ -26,8 +26,8 @@ BITS = (
     ),
     broken(
         "TensorFlow adds in an order of its own within a logical replica",
-        'config = b"" if self._logical is None else AS_WRITTEN',
-        'config = b""',
+        "config = REWRITTEN if self._logical is None else AS_WRITTEN",
+        "config = REWRITTEN",
         f"{SAME}[branches]",
     ),
     broken(
