@@ -95,7 +95,9 @@ class Before:
     @property
     def value(self) -> tf.Tensor:
         """The value."""
-        value: tf.Tensor = tf.broadcast_to(self.kept, self.contents.shape)
+        value: tf.Tensor = self.kept
+        if value.shape != self.contents.shape:
+            value = tf.broadcast_to(value, self.contents.shape)
         return value
 
     def put_back(self) -> None:

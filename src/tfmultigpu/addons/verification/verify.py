@@ -406,10 +406,9 @@ class Verify(Feature):
             found = [q for q in compared(device, numbers, logs, bounds) if q.apart]
         if not found:
             return [], [], []
-        rounding = bounds.compute
         scales = scales and not self._is_exact
         still, again, *moved = device.moved(
-            one.whole, one.program, rounding, scales=scales, updates=one.updates
+            one.whole, one.program, bounds.compute, scales=scales, updates=one.updates
         )
         steady = [each for each in found if each.is_steady(still, again)]
         beyond = [each for each in steady if each.is_beyond(still, moved, bounds.margin)]
@@ -420,16 +419,15 @@ class Verify(Feature):
         outcome, one = comparison.verification, comparison.one
         if outcome.outcome != "different" or one is None:
             return outcome
-        step = one.device.step
         if self._is_exact:
-            found, _ = _attempt(lambda: locate_bits(step, one.device, one.whole))
+            found, _ = _attempt(lambda: locate_bits(self._step, one.device, one.whole))
             culprit, _ = explain(comparison.beyond, found or Culprit(), one.device)
             return dataclasses.replace(outcome, culprit=culprit, advice=_BITS)
         join = functools.partial(join_rows, self._strategy)
-        bound = math.sqrt(Rounding(all_layers(step.model)).compute)
+        bound = math.sqrt(Rounding(all_layers(self._step.model)).compute)
         with _compat.without_rewriting():
             found, _ = _attempt(
-                lambda: locate(step, one.device, join, one.local, one.places, bound)
+                lambda: locate(self._step, one.device, join, one.local, one.places, bound)
             )
         culprit, advice = explain(comparison.beyond, found or Culprit(), one.device)
         return dataclasses.replace(outcome, culprit=culprit, advice=advice)
