@@ -96,7 +96,7 @@ class Before:
     def value(self) -> tf.Tensor:
         """The value."""
         value: tf.Tensor = self.kept
-        if value.shape != self.contents.shape:
+        if not value.shape.rank:  # One number for all of them.
             value = tf.broadcast_to(value, self.contents.shape)
         return value
 
