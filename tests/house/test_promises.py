@@ -24,7 +24,7 @@ FILES = {
     "an inf or NaN on one replica": "test_overflow.py",
     "`step.run` when the data ends": "test_run.py",
     "a run killed and resumed": "test_resume.py",
-    "code whose rows touch each other": "test_touching_rows.py",
+    "code that mixes rows": "test_touching_rows.py",
     "a step that raises": "test_failing_step.py",
     "a device, an address or a worker": "test_workers.py",
     "a worker that dies": "test_workers.py",
