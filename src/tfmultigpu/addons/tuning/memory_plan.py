@@ -193,7 +193,7 @@ class Plan:
         for option in self.options:
             change = f"{'-' if option.change < 0 else '+'}{in_units(abs(option.change))}"
             if not option.change:
-                change = "in words"
+                change = "not counted"
             lines.append(f"  {option.write:<{width}} {change:>11}  {option.why}")
         return "\n".join(lines)
 
