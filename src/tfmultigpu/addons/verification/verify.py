@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -106,9 +107,6 @@ class Verify(Feature):
         """Keeps the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange, self._kept = WorkerExchange(step.strategy), Kept(step)
-        is_cut = step.strategy.num_replicas_in_sync > 1
-        if is_cut and isinstance(step, TrainStep) and step.logical_replicas is None:
-            self._moments = OwnMoments(step.strategy)
 
     def on_one_device(self) -> Feature | None:
         """Returns itself, for the switch; on one device it compares nothing."""
@@ -131,9 +129,22 @@ class Verify(Feature):
             self._keys = [seen for seen in self._keys if seen.version == key.version] + [key]
             self._due, self._saw_small = True, False
             self.verification, self._later = None, {}
+            self._make_switch()
         if not self._due:
             return call
         return functools.partial(self._call, call)
+
+    def _make_switch(self) -> None:
+        """Makes the switch before a trace, if layers have moments of their own rows.
+
+        Not in ``bind``: workers make a variable together, and by now have compared their programs.
+        """
+        step = self._step
+        is_cut = isinstance(step, TrainStep) and step.logical_replicas is None
+        norms = of_type(all_layers(step.model), keras.layers.BatchNormalization)
+        is_cut = is_cut and self._strategy.num_replicas_in_sync > 1
+        if is_cut and self._moments is None and not all(norm.synchronized for norm in norms):
+            self._moments = OwnMoments(self._strategy)
 
     def _call(self, call: Call, batch: Batch) -> Nested:
         rows, kind = self._kind_of(batch)
