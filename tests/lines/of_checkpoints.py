@@ -197,6 +197,7 @@ def an_unseeded_shuffle(told: Told) -> None:
     stopped_in_the_middle("run", shuffled(None))
     with told():
         resumed("run", shuffled(None))
+    assert tmg.Checkpoints("run", *small()).restore() is not None
     stopped_in_the_middle("seeded", shuffled(1))
     resumed("seeded", shuffled(1))
     stopped_in_the_middle("epochs", of_epoch)

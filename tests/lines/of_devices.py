@@ -183,6 +183,18 @@ def a_device_that_is_missing(told: Told) -> None:
     tmg.plan_strategy(devices=["CPU:0", "CPU:1"])
 
 
+@example("{}, but this cannot be set for {} here")
+def a_setting_of_another_device(told: Told) -> None:
+    with told(tmg.DeviceNotFoundError, "GPU:5"):
+        tmg.limit_memory({"GPU:5": GIB})
+    with told(tmg.DeviceNotFoundError, "CPU:0"):
+        tmg.enable_memory_growth(["CPU:0"])
+    tmg.enable_memory_growth()
+    with told(tmg.DeviceNotFoundError, "GPU:5"):
+        tmg.split_device("GPU:5", parts=2)
+    tmg.split_device("CPU:0", parts=2)
+
+
 @example("{}, but this machine does not have {}")
 def a_name_that_is_missing(told: Told) -> None:
     with told():

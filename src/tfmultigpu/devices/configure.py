@@ -46,7 +46,7 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     gpus = _by_name(_config.get_visible_devices("GPU"))
     if devices is None and not gpus:
         return ()
-    chosen = _resolve(devices, gpus)
+    chosen = _resolve(devices, gpus, "Only GPUs have memory growth: leave devices out.")
     growing = _growing(gpus)
     off = [name for name in gpus if name not in growing]
     left_out = [name for name in off if name not in chosen]
@@ -95,7 +95,8 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     visible = _by_name(_config.get_visible_devices())
     names: tuple[str, ...] = ()
     if limits:
-        names = _resolve(list(limits), visible)
+        gpu = "Name a GPU, or leave the line out where there is none."
+        names = _resolve(list(limits), visible, gpu)
     wanted = {}
     for name, limit in zip(names, limits.values(), strict=True):
         wanted[visible[name]] = _checked_sizes(name, 1, [limit], call)
@@ -141,7 +142,9 @@ def split_device(
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
     parts = check_count("parts", parts)
     visible = _by_name(_config.get_visible_devices())
-    (name,) = _resolve([device], visible)
+    (name,) = _resolve(
+        [device], visible, f'Write split_device("{next(iter(visible))}", parts={parts}).'
+    )
     sizes: tuple[int | None, ...] = (None,) * parts
     if not name.startswith("CPU:") or memory is not None:
         sizes = _checked_sizes(name, parts, memory, call)
@@ -175,9 +178,11 @@ def _growing(gpus: Mapping[str, Any]) -> list[str]:
     return [name for name, gpu in gpus.items() if _config.experimental.get_memory_growth(gpu)]
 
 
-def _resolve(asked: Sequence[str] | None, existing: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names asked for; the error says why there are no more GPUs."""
-    return resolve_devices(asked, tuple(existing), why_no_more_gpus())
+def _resolve(
+    asked: Sequence[str] | None, existing: Mapping[str, Any], write: str
+) -> tuple[str, ...]:
+    """Returns the names asked for; the error says why there are no more GPUs, and what to write."""
+    return resolve_devices(asked, tuple(existing), why_no_more_gpus(), write)
 
 
 def _checked_sizes(

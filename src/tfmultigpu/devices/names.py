@@ -21,6 +21,8 @@ def parse_device_name(name: str) -> str:
     if not isinstance(name, str):
         inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
         short = f"GPU:{name}"
+        if isinstance(name, (list, tuple)) and name:
+            inside = name[0]
         if isinstance(inside, str):
             short = parse_device_name(inside)
         raise TypeError(f'A device name is a string. Write "{short}". Received: name={brief(name)}')
@@ -34,9 +36,19 @@ def parse_device_name(name: str) -> str:
 
 
 def resolve_devices(
-    asked: int | str | Sequence[str] | None, existing: Sequence[str], no_gpu: str | None = None
+    asked: int | str | Sequence[str] | None,
+    existing: Sequence[str],
+    no_gpu: str | None = None,
+    write: str = "",
 ) -> tuple[str, ...]:
-    """Resolves a request for devices to short names that exist."""
+    """Resolves a request for devices to short names that exist.
+
+    Args:
+        asked: The request.
+        existing: What exists.
+        no_gpu: Why there are no more GPUs.
+        write: The line to write if one is missing; "" for names in place of those.
+    """
     here = tuple(parse_device_name(name) for name in existing)
     if asked is None:
         return here
@@ -68,22 +80,26 @@ def resolve_devices(
     missing = [name for name in names if name not in here]
     if missing:
         text = f"{listed(names)}, but this machine does not have {listed(missing)}"
+        if write:
+            text = f"{listed(names)}, but this cannot be set for {listed(missing)} here"
         if not any(name.startswith("GPU:") for name in missing):
             no_gpu = None
-        raise _not_found(text, missing, here, no_gpu)
+        raise _not_found(text, missing, here, no_gpu, write)
     return names
 
 
 def _not_found(
-    asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None
+    asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None, write: str = ""
 ) -> DeviceNotFoundError:
     lines = ["Leave devices out."]
     if here:
         lines = [f"Write {list(here)!r}, or some of these."]
+    if write:
+        lines = [write]
     if no_gpu:
         lines.append(f"No more GPUs: {no_gpu}.")
     alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
-    if len(alike) == 1:
+    if len(alike) == 1 and not write:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)
         split = (
             "To try several replicas on one device, which is no faster, write directly after the "
@@ -91,12 +107,11 @@ def _not_found(
         )
         # Who has nothing but a CPU has come to try.
         lines.insert(0 if here == ("CPU:0",) else len(lines), split)
-    write = " ".join(lines)
     return DeviceNotFoundError(
         f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
         "for ever, or use the CPU without a message.",
         "",
-        write,
+        " ".join(lines),
     )
 
 

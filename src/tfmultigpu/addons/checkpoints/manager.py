@@ -283,7 +283,8 @@ class Checkpoints:
                 "examples twice and skip others.",
                 f"{', '.join(told)}; at epoch {self.epoch} and step {self.step_in_epoch} of it",
                 "Give a shuffle a seed, dataset.shuffle(n, seed=1), and the same data and "
-                "batch_size as before, or start in another directory. What shuffles by itself "
+                "batch_size as before, or start in another directory; tmg.Checkpoints(directory, "
+                "model, optimizer) without data restores the weights. What shuffles by itself "
                 "needs a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
                 "seed=epoch).batch(size).",
             )

@@ -188,6 +188,9 @@ class Plan:
                 lines.append(f"  The largest batch that fits has {least} to {most} rows.")
         if self.problem:
             lines.append(self.problem)
+        elif self.fullest.memory:
+            part = self.fullest.at_least / self.fullest.memory
+            lines.append(f"  It may fit: at least {part:.2f} of the memory of the fullest device.")
         lines.append("Other options, on the fullest device:")
         width = max(len(option.write) for option in self.options)
         for option in self.options:

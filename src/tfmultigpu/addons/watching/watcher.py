@@ -95,7 +95,7 @@ class Watcher:
         since = max(recorder.longest_wait()[1], self._floor)
         if since != self._since:
             if self._reports:
-                _say(f"What was waited for has ended, after {since - self._since:.0f} s.")
+                _say(f"What was waited for has ended, after {now - self._since:.0f} s.")
             self._since, self._due, self._reports = since, watch.seconds, 0
         if now - since >= self._due:
             self._due *= 2
