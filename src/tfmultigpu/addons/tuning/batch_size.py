@@ -86,7 +86,7 @@ def find_batch_size(
     if fits == 0:
         raise OutOfMemoryError(
             "A batch of one example does not fit into memory.",
-            problem.rstrip("."),
+            problem.rstrip(".") or f"limit={limit}",
             "Make the model smaller, train it in float16 or bfloat16 (keras.mixed_precision), or "
             "put it on several devices.",
         )
