@@ -1,4 +1,4 @@
-"""How long a call into TensorFlow takes: how many steps it has, and a word if it is slow."""
+"""The pace of calls into TensorFlow: the steps of one call, and a word if something is slow."""
 
 from __future__ import annotations
 

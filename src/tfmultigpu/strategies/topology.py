@@ -16,7 +16,7 @@ from tfmultigpu.types import KerasModel, KerasVariable, Shard
 
 @dataclass(frozen=True)
 class Kind:
-    """What a class of strategies can do.
+    """Describes what a class of strategies can do.
 
     Attributes:
         mirrors: Whether it keeps a copy of each variable on each of its devices here.

@@ -22,11 +22,7 @@ from tfmultigpu.addons.tuning.memory_plan import (
     fullest_of,
 )
 from tfmultigpu.addons.tuning.memory_probe import probe_peak
-from tfmultigpu.addons.tuning.one_device_trace import (
-    OneDeviceTrace,
-    spec_of_rows,
-    trace_one_device,
-)
+from tfmultigpu.addons.tuning.one_device_trace import OneDeviceTrace, trace_one_device
 from tfmultigpu.addons.tuning.state_shapes import bytes_of, state_of
 from tfmultigpu.addons.tuning.undone import rows_of_whole
 from tfmultigpu.arguments import brief
@@ -229,8 +225,7 @@ class _Counting:
 
     def _traced(self, rows: int) -> list[OneDeviceTrace]:
         """Returns a trace of each step for so many rows at once."""
-        spec = spec_of_rows(self._like, rows)
-        return [trace_one_device(part, spec) for part in self._step.train_steps]
+        return trace_one_device(self._step, self._like, rows)
 
     def least_of(self, rows: int) -> int:
         """Returns what so many rows at once need at least, besides what is kept."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.data.batch_format import any_rows
-from tfmultigpu.steps import TrainStep
+from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.steps.batches import cut_batch, shards_of
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
@@ -59,13 +59,24 @@ class OneDeviceTrace:
         return copies
 
 
-def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
+def trace_one_device(
+    step: TrainStep | ChainedStep, batch: Shard, rows: int
+) -> list[OneDeviceTrace]:
     """Traces what a device computes for rows at one time: a micro-batch, if there are some.
 
     Args:
-        step: The step, whose model is built.
-        spec: The type specs of these rows.
+        step: The step, whose models are built.
+        batch: A batch of tensors like these rows.
+        rows: How many there are.
+
+    Returns:
+        A trace of each train step.
     """
+    spec = _spec_of_rows(batch, rows)
+    return [_trace(part, spec) for part in step.train_steps]
+
+
+def _trace(step: TrainStep, spec: Nested) -> OneDeviceTrace:
     twin = step.on_one_device()
     features = [
         feature
@@ -95,7 +106,7 @@ def trace_one_device(step: TrainStep, spec: Nested) -> OneDeviceTrace:
     return OneDeviceTrace(traced.get_concrete_function(spec), tuple(gradients), touched)
 
 
-def spec_of_rows(batch: Shard, rows: int) -> Nested:
+def _spec_of_rows(batch: Shard, rows: int) -> Nested:
     """Returns the type specs of a batch of so many rows; all open if some are ragged or sparse."""
     of_any_rows = tf.nest.map_structure(any_rows, batch)
     if not all(isinstance(each, tf.TensorSpec) for each in tf.nest.flatten(of_any_rows)):

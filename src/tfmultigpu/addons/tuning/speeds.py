@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfmultigpu.addons.tuning.one_device_trace import spec_of_rows, trace_one_device
+from tfmultigpu.addons.tuning.one_device_trace import trace_one_device
 from tfmultigpu.addons.tuning.undone import rows_of_whole, undoing
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
@@ -77,8 +77,7 @@ def measured_capacities(step: TrainStep, batch: Shard, *, repeats: int = 5) -> t
         cuts.append(distribute_dataset(batch, strategy, batch_size=examples, shares=shares))
     shards = [next(iter(cut)) for cut in cuts]
     like = tf.nest.map_structure(tf.convert_to_tensor, batch)
-    traces = [trace_one_device(part, spec_of_rows(like, examples)) for part in step.train_steps]
-    with undoing(step, traces):
+    with undoing(step, trace_one_device(step, like, examples)):
         times = _fastest_times(lambda shard: float(step(shard)["loss"]), shards, repeats)
     told = WorkerExchange(strategy).floats("seconds of capacities", times)
     least, *longest = told.mean(axis=0).tolist()

@@ -170,7 +170,7 @@ class OneDevice:
 
     def begin(self, before: Sequence[Before], program: Program) -> None:
         """Assigns what states of ``program`` begin at, given what they are put back to."""
-        # Each replica has statistics of its own rows, and one device those of the first.
+        # Each replica keeps statistics of its own rows; one device has the first replica's.
         for layer in program.trace.own_moments:
             for variable in layer.non_trainable_variables:
                 first, *others = copies_of(self.strategy, variable)

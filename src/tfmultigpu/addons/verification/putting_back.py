@@ -123,7 +123,7 @@ def contents_of(step: Run, handle: Handle, dtype: tf.DType) -> Contents:
 
 
 class Kept:
-    """What a step changes, as it was: read once for several runs, and put back after each."""
+    """Keeps what a step changes, read once for several runs, and puts it back after each."""
 
     def __init__(self, step: Run) -> None:
         """Keeps nothing yet."""

@@ -1,4 +1,4 @@
-"""Which workers have ended, and how: what the others hear of it, and the launcher.
+"""Ends of workers: the others and the launcher hear which one has ended, and how.
 
 The connections of the meeting tell it to the others. They serve while a collective waits, and do
 not wait for the first worker if it is stopped, as the service of TensorFlow does.
