@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 
 import tensorflow as tf
-from cases import CASES
+from catalogue import CASES
 from guarantee import SIDES, Case, Outcome
 from law.processes import WorkerRaised, pool
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import isolated  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from cases import CASES  # noqa: E402
+from catalogue import CASES  # noqa: E402
 from guarantee import SIDES, Outcome  # noqa: E402
 from page import cell, write  # noqa: E402
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from cases.case import Case as Problem, differences, on_one_device, on_replicas
 from guarantee import Difference
-from one_device import SEED, ByHand, difference, strategy_of
+from law.model import Training
+from one_device import SEED, difference, strategy_of
 from problems import X, Y, crossentropy, mlp
 
-import tfmultigpu as tmg
-
-
-def sgd() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1)
+Weights = list[list[np.ndarray]]  # Of the model, one list for each replica.
 
 
 def rows(count: int) -> tuple[Any, ...]:
@@ -26,81 +23,48 @@ def rows(count: int) -> tuple[Any, ...]:
     return X[:count], Y[:count]
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is trained on which global batches.
-
-    Attributes:
-        arrays: Features and labels.
-        batch_size: Rows of a global batch; the last one is what is left.
-        loss: For Keras and for us; ``true_loss`` for one device, where it must be another.
-        options: For ``make_train_step``.
-    """
-
-    arrays: tuple[Any, ...]
-    batch_size: int = 64
-    build: Callable[[], Any] = mlp
-    optimizer: Callable[[], Any] = sgd
-    loss: Any = dataclasses.field(default_factory=crossentropy)
-    true_loss: Any = None
-    replicas: int = 2
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def batches(self) -> list[Any]:
-        starts = range(0, len(self.arrays[0]), self.batch_size)
-        return [tuple(a[i : i + self.batch_size] for a in self.arrays) for i in starts]
-
-    def dataset(self) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(self.arrays).batch(self.batch_size)
-
-    def replace(self, **changes: Any) -> Problem:
-        return dataclasses.replace(self, **changes)
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What training left behind.
+def problem(
+    arrays: Any,
+    batch_size: int = 64,
+    *,
+    build: Callable[[], Any] = mlp,
+    optimizer: Callable[[], Any] = sgd,
+    loss: Any = None,
+    whole: Any = None,
+    replicas: int = 2,
+) -> Problem:
+    """Returns the training of a model on global batches of one size; the last has what is left."""
+    starts = range(0, len(arrays[0]), batch_size)
+    batches = [tuple(a[i : i + batch_size] for a in arrays) for i in starts]
 
-    Attributes:
-        weights: The weights of the model, one list for each replica.
-        iterations: What the optimizer counted.
-    """
+    def make() -> Training:
+        return Training(build(), optimizer(), loss or crossentropy(), whole=whole)
 
-    weights: list[list[np.ndarray]]
-    iterations: int = 0
+    return Problem("", make, batches, replicas=(replicas,))
 
 
-def fresh(problem: Problem) -> tuple[Any, Any]:
-    """A model and an optimizer, the same ones every time."""
+def fresh(problem: Problem) -> Training:
+    """The same model and optimizer every time."""
     keras.utils.set_random_seed(SEED)
-    return problem.build(), problem.optimizer()
+    return problem.build()
 
 
-def weights_of(model: Any, strategy: Any = None) -> list[list[np.ndarray]]:
+def dataset_of(problem: Problem) -> tf.data.Dataset:
+    arrays = tuple(np.concatenate(parts) for parts in zip(*problem.batches, strict=True))
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(len(problem.batches[0][0]))
+
+
+def weights_of(model: Any, strategy: tf.distribute.Strategy) -> Weights:
     """The weights, as each replica holds them."""
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
     each = [
-        [copy.numpy() for copy in strategy.experimental_local_results(weight.value)]
-        for weight in model.weights
+        [copy.numpy() for copy in strategy.experimental_local_results(variable.value)]
+        for variable in model.variables
     ]
     return [list(copies) for copies in zip(*each, strict=True)]
-
-
-def weights(found: Trained, truth: Trained) -> Difference:
-    """The weights of every replica against those of one device."""
-    (right,) = truth.weights
-    return Difference(float(np.max([difference(each, right) for each in found.weights])))
-
-
-# One device ---------------------------------------------------------------------------------------
-
-
-def one_device(problem: Problem) -> Trained:
-    """The truth: a loop for one device, without any code of ours."""
-    loss = problem.loss if problem.true_loss is None else problem.true_loss
-    hand = ByHand(problem.build, problem.optimizer, loss)
-    result = hand.train(problem.batches())
-    return Trained([[w.numpy() for w in hand.model.weights]], result.iterations)
 
 
 # As most people write it --------------------------------------------------------------------------
@@ -114,18 +78,18 @@ def mirrored(replicas: int) -> tf.distribute.Strategy:
 
 def compiled(problem: Problem, strategy: Any, **options: Any) -> Any:
     with strategy.scope():
-        model, optimizer = fresh(problem)
-        model.compile(optimizer, problem.loss, **options)
-    return model
+        training = fresh(problem)
+        training.model.compile(training.optimizer, training.loss, **options)
+    return training.model
 
 
-def by_fit(problem: Problem) -> Trained:
+def by_fit(problem: Problem) -> Weights:
     """Keras ``fit`` under the default strategy."""
-    single = problem.replicas == 1
-    strategy = tf.distribute.get_strategy() if single else mirrored(problem.replicas)
+    (replicas,) = problem.replicas
+    strategy = tf.distribute.get_strategy() if replicas == 1 else mirrored(replicas)
     model = compiled(problem, strategy)
-    model.fit(problem.dataset(), verbose=0, shuffle=False)
-    return Trained(weights_of(model, strategy), int(model.optimizer.iterations.numpy()))
+    model.fit(dataset_of(problem), verbose=0, shuffle=False)
+    return weights_of(model, strategy)
 
 
 def by_loop(
@@ -133,14 +97,15 @@ def by_loop(
     replica_loss: Callable[..., Any],
     *,
     build_optimizer: bool = True,
-) -> Trained:
+) -> Weights:
     """The custom training loop of the tutorials; ``replica_loss(model, y, y_pred)``.
 
     Without ``build_optimizer``, as in the tutorials, an optimizer that has slots fails at once.
     """
-    strategy = mirrored(problem.replicas)
+    strategy = mirrored(*problem.replicas)
     with strategy.scope():
-        model, optimizer = fresh(problem)
+        training = fresh(problem)
+        model, optimizer = training.model, training.optimizer
         if build_optimizer:
             optimizer.build(model.trainable_variables)
 
@@ -151,9 +116,9 @@ def by_loop(
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     run = tf.function(lambda batch: strategy.run(train_step, args=batch))
-    for batch in strategy.experimental_distribute_dataset(problem.dataset()):
+    for batch in strategy.experimental_distribute_dataset(dataset_of(problem)):
         run(batch)
-    return Trained(weights_of(model, strategy), int(optimizer.iterations.numpy()))
+    return weights_of(model, strategy)
 
 
 def per_example(y: Any, y_pred: Any) -> Any:
@@ -170,21 +135,21 @@ def divided_by(global_batch_size: int) -> Callable[..., Any]:
     return replica_loss
 
 
-# With this library --------------------------------------------------------------------------------
+# Against one device -------------------------------------------------------------------------------
 
 
-def by_step(problem: Problem) -> Trained:
-    """Our step over our distributed dataset."""
-    strategy = strategy_of(problem.replicas)
-    with strategy.scope():
-        model, optimizer = fresh(problem)
-    step = tmg.make_train_step(model, optimizer, problem.loss, strategy, **problem.options)
-    for batch in tmg.distribute_dataset(problem.dataset(), strategy):
-        step(batch)
-    return Trained(weights_of(model, strategy), int(optimizer.iterations.numpy()))
+def plainly(train: Callable[[Problem], Weights], problem: Problem) -> Callable[[], Difference]:
+    """Returns what measures plain code: the weights of every replica against one device's."""
+
+    def measure() -> Difference:
+        weights, truth = train(problem), [*on_one_device(problem).end.values()]
+        return Difference(float(np.max([difference(w, truth[: len(w)]) for w in weights])))
+
+    return measure
 
 
-def against_one_device(
-    train: Callable[[Problem], Trained], problem: Problem
-) -> Callable[[], Difference]:
-    return lambda: weights(train(problem), one_device(problem))
+def by_step(problem: Problem) -> Difference:
+    """Our step against one device."""
+    result = on_replicas(problem, strategy_of(*problem.replicas))
+    apart = differences(result, on_one_device(problem))
+    return Difference(max(apart[name] for name in result.end))

@@ -13,7 +13,7 @@ import keras
 import page
 import pytest
 import tensorflow as tf
-from cases import CASES
+from catalogue import CASES
 from guarantee import Case, Outcome
 
 AGAIN = "run `python tests/guarantees/measure.py` again"

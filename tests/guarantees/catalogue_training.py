@@ -12,50 +12,50 @@ import tensorflow as tf
 from guarantee import Case, Difference
 from keras import optimizers
 from one_device import strategy_of
+from problems import X, Y
 from recipes import (
     Problem,
-    Trained,
-    X,
-    Y,
-    against_one_device,
+    Weights,
     by_fit,
     by_loop,
     by_step,
-    crossentropy,
+    dataset_of,
     divided_by,
     fresh,
     mirrored,
     per_example,
+    plainly,
+    problem,
     rows,
 )
 
 import tfmultigpu as tmg
 
-EVEN = Problem(rows(128))
-SHORT_LAST = Problem(rows(100))  # 64 and 36 rows
-UNEVEN_LAST = Problem(rows(67))  # 64 rows and 3
+EVEN = problem(rows(128))
+SHORT_LAST = problem(rows(100))  # 64 and 36 rows
+UNEVEN_LAST = problem(rows(67))  # 64 rows and 3
 
 
 def trained(
     name: str,
     title: str,
-    plain: Callable[[Problem], Trained],
-    problem: Problem,
+    plain: Callable[[Problem], Weights],
+    trains: Problem,
     ours: Problem | None = None,
     *,
     section: str,
     **more: Any,
 ) -> Case:
     """A problem trained by plain code and by our step; both against one device."""
-    plainly = against_one_device(plain, problem)
-    return Case(name, section, title, plainly, against_one_device(by_step, ours or problem), **more)
+    step = functools.partial(by_step, ours or trains)
+    return Case(name, section, title, plainly(plain, trains), step, **more)
 
 
 Loss = functools.partial(trained, section="Loss and batches")
 Update = functools.partial(trained, section="Optimizers, clipping, accumulation, precision")
 
 
-def loop(replica_loss: Any, **options: Any) -> Callable[[Problem], Trained]:
+def loop(replica_loss: Any, **options: Any) -> Callable[[Problem], Weights]:
     return functools.partial(by_loop, replica_loss=replica_loss, **options)
 
 
@@ -93,7 +93,7 @@ LOOPS = [
         "loop-l2",
         "Custom loop that adds `model.losses` (L2) on every replica",
         loop(with_l2),
-        EVEN.replace(build=l2_model),
+        problem(rows(128), build=l2_model),
         links=("tf#48875",),
     ),
 ]
@@ -106,8 +106,9 @@ def scalar_loss(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(tf.square(tf.cast(y_true, tf.float32)[:, None] - y_pred))
 
 
-def scalar_truth(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    return scalar_loss(y_true, y_pred)
+def scalar_truth(model: Any, batch: Any) -> Any:
+    x, y = batch
+    return scalar_loss(y, model(x, training=True))
 
 
 TOKENS = np.random.default_rng(5).integers(1, 9, (128, 6)).astype("int32")
@@ -134,7 +135,7 @@ FITS = [
         "fit-uneven-first",
         "`fit`: the first batch does not divide by the replicas",
         by_fit,
-        Problem(rows(70), batch_size=35),
+        problem(rows(70), batch_size=35),
         links=("k#19246",),
         plain_says="AddN",
     ),
@@ -142,7 +143,7 @@ FITS = [
         "fit-scalar-loss",
         "`fit` with a loss function that returns one number for the batch",
         by_fit,
-        EVEN.replace(loss=scalar_loss, true_loss=scalar_truth),
+        problem(rows(128), loss=scalar_loss, whole=scalar_truth),
         links=("k#16285",),
         ours_kind="error",
         ours_says="LossError",
@@ -153,7 +154,7 @@ FITS = [
         "fit-mask-zero",
         "`fit`: `mask_zero`, sequences of other lengths on each replica",
         by_fit,
-        Problem((TOKENS, TAGS), build=functools.partial(embedding, masked=True)),
+        problem((TOKENS, TAGS), build=functools.partial(embedding, masked=True)),
         links=("k#15323",),
     ),
 ]
@@ -185,7 +186,7 @@ NO_ROWS = [
         "no-rows-maxpooling2d",
         "MaxPooling2D, a batch of one row: TensorFlow gives the second replica none",
         loop(divided_by(1)),
-        Problem((IMAGES, Y[:1]), build=pooled),
+        problem((IMAGES, Y[:1]), build=pooled),
         links=("tf#21338",),
         plain_says="Check failed",
     ),
@@ -194,7 +195,7 @@ NO_ROWS = [
         "BatchNormalization, 3 rows on 4 replicas: TensorFlow gives the fourth none",
         loop(divided_by(3)),
         # Whole on every replica: the statistics are those of the batch, synchronized or not.
-        Problem(rows(3), build=normalized(False), replicas=4),
+        problem(rows(3), build=normalized(False), replicas=4),
         links=("tf#52986", "k#11858"),
     ),
 ]
@@ -223,7 +224,7 @@ OPTIMIZERS = [
         "ema-overwrite",
         "`ema_overwrite_frequency`, two replicas",
         by_fit,
-        EVEN.replace(optimizer=overwriting),
+        problem(rows(128), optimizer=overwriting),
         plain_says="merge_call",
     ),
     Update(
@@ -231,7 +232,7 @@ OPTIMIZERS = [
         "Custom loop of the tutorials with Adam: its slots are made in `strategy.run`, which "
         "works from Keras 3.16 on",
         loop(divided_by(64), build_optimizer=False),
-        EVEN.replace(optimizer=optimizers.Adam),
+        problem(rows(128), optimizer=optimizers.Adam),
         links=("k#19246", "k#23087"),
         plain_says="placeholder",
     ),
@@ -239,14 +240,14 @@ OPTIMIZERS = [
         "clip-global_clipnorm",
         "`global_clipnorm` set on the optimizer",
         by_fit,
-        EVEN.replace(optimizer=clipping),
+        problem(rows(128), optimizer=clipping),
         links=("tf#33929",),
     ),
     Update(
         "loss-scale-second",
         "`LossScaleOptimizer` in `fit`: a gradient overflows on the second replica only",
         by_fit,
-        Problem((LATE, Y[:192]), optimizer=scaled_sgd),
+        problem((LATE, Y[:192]), optimizer=scaled_sgd),
     ),
 ]
 
@@ -254,17 +255,18 @@ OPTIMIZERS = [
 # Accumulation, and repeated ids -------------------------------------------------------------------
 
 
-def accumulated(problem: Problem) -> Trained:
+def accumulated(of_whole_batches: Problem) -> Weights:
     """Two halves of each batch, which Keras adds."""
     optimizer = functools.partial(optimizers.SGD, 0.1, gradient_accumulation_steps=2)
-    return by_fit(problem.replace(batch_size=problem.batch_size // 2, optimizer=optimizer))
+    arrays = tuple(map(np.concatenate, zip(*of_whole_batches.batches, strict=True)))
+    return by_fit(problem(arrays, 32, optimizer=optimizer))
 
 
 def of_ids(replicas: int) -> Problem:
     ids = np.random.default_rng(9).integers(0, 5, (128, 6)).astype("int32")
     build = lambda: embedding(keras.layers.Flatten())  # noqa: E731
     adam = lambda: optimizers.Adam(1e-2)  # noqa: E731
-    return Problem((ids, Y[:128]), build=build, optimizer=adam, replicas=replicas)
+    return problem((ids, Y[:128]), build=build, optimizer=adam, replicas=replicas)
 
 
 GRADIENTS = [
@@ -294,16 +296,17 @@ GRADIENTS = [
 
 def outside_in_fit() -> Difference:
     strategy = mirrored(2)
-    model, optimizer = fresh(EVEN)
-    model.compile(optimizer, crossentropy())
-    model.fit(EVEN.dataset(), verbose=0, shuffle=False)
+    training = fresh(EVEN)
+    model = training.model
+    model.compile(training.optimizer, training.loss)
+    model.fit(dataset_of(EVEN), verbose=0, shuffle=False)
     held = len(strategy.experimental_local_results(model.weights[0].value))
     return Difference(2 - held, "replicas that do nothing")
 
 
 def refused() -> Difference:
-    model, optimizer = fresh(EVEN)
-    tmg.make_train_step(model, optimizer, crossentropy(), strategy_of(2))
+    training = fresh(EVEN)
+    tmg.make_train_step(training.model, training.optimizer, training.loss, strategy_of(2))
     return Difference(0.0)
 
 

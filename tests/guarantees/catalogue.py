@@ -12,29 +12,28 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from cases_training import CASES as TRAINING, EVEN, UNEVEN_LAST, normalized
+from catalogue_training import CASES as TRAINING, EVEN, normalized
 from guarantee import Case, Difference
 from one_device import SEED, strategy_of
+from problems import X, Y, crossentropy
 from recipes import (
-    Problem,
-    X,
-    Y,
-    against_one_device,
     by_fit,
     by_step,
     compiled,
-    crossentropy,
+    dataset_of,
     divided_by,
     fresh,
     mirrored,
+    plainly,
+    problem,
     rows,
 )
 
 import tfmultigpu as tmg
 
 Layer = functools.partial(Case, section="Layers, randomness, metrics")
-LOCAL = EVEN.replace(build=normalized(False))
-SYNCHRONIZED = UNEVEN_LAST.replace(build=normalized(True))
+LOCAL = problem(rows(128), build=normalized(False))
+SYNCHRONIZED = problem(rows(67), build=normalized(True))
 
 
 # Batch normalisation ------------------------------------------------------------------------------
@@ -54,8 +53,8 @@ NORMALIZATION = [
     Layer(
         name="batchnorm",
         title="BatchNormalization as it comes: each replica has its own statistics",
-        plain=against_one_device(by_fit, LOCAL),
-        ours=lambda: told(against_one_device(by_step, LOCAL)),
+        plain=plainly(by_fit, LOCAL),
+        ours=lambda: told(functools.partial(by_step, LOCAL)),
         ours_kind="warning",
         ours_says="ReplicaDependenceWarning",
         reason="statistics of a shard are another model; the warning names the layers and the "
@@ -64,8 +63,8 @@ NORMALIZATION = [
     Layer(
         name="batchnorm-synchronized-uneven",
         title="BatchNormalization with `synchronized=True`, a last batch of 3 rows",
-        plain=against_one_device(by_fit, SYNCHRONIZED),
-        ours=against_one_device(by_step, SYNCHRONIZED),
+        plain=plainly(by_fit, SYNCHRONIZED),
+        ours=lambda: by_step(SYNCHRONIZED),
     ),
 ]
 
@@ -118,20 +117,20 @@ RANDOMNESS = [
 
 
 def from_the_largest(metric: Any) -> Difference:
-    return Difference(abs(np.asarray(metric.result()) - EVEN.arrays[1].max()), "metric")
+    return Difference(abs(np.asarray(metric.result()) - Y[:128].max()), "metric")
 
 
 def metric_in_a_loop() -> Difference:
     strategy = mirrored(2)
     with strategy.scope():
-        model, _ = fresh(EVEN)
+        model = fresh(EVEN).model
         metric = LargestLabel()
 
     @tf.function
     def update(batch: Any) -> None:
         strategy.run(lambda x, y: metric.update_state(y, model(x)), args=batch)
 
-    for batch in strategy.experimental_distribute_dataset(EVEN.dataset()):
+    for batch in strategy.experimental_distribute_dataset(dataset_of(EVEN)):
         update(batch)
     return from_the_largest(metric)
 
@@ -139,10 +138,10 @@ def metric_in_a_loop() -> Difference:
 def metric_in_a_step() -> Difference:
     strategy = strategy_of(2)
     with strategy.scope():
-        model, _ = fresh(EVEN)
+        model = fresh(EVEN).model
         metric = LargestLabel()
-    step = tmg.make_eval_step(model, EVEN.loss, strategy, metrics=[metric])
-    step.run(iter(tmg.distribute_dataset(EVEN.dataset(), strategy)), 1000)
+    step = tmg.make_eval_step(model, crossentropy(), strategy, metrics=[metric])
+    step.run(iter(tmg.distribute_dataset(dataset_of(EVEN), strategy)), 1000)
     return from_the_largest(metric)
 
 
@@ -183,7 +182,7 @@ def stateful() -> Any:
     )
 
 
-STATEFUL = Problem((X[:64, :, None], Y[:64]), 32, build=stateful)
+STATEFUL = problem((X[:64, :, None], Y[:64]), 32, build=stateful)
 
 
 METRICS = [
@@ -211,8 +210,8 @@ METRICS = [
     Layer(
         name="stateful-rnn",
         title="A `stateful` recurrent layer",
-        plain=against_one_device(by_fit, STATEFUL),
-        ours=against_one_device(by_step, STATEFUL),
+        plain=plainly(by_fit, STATEFUL),
+        ours=lambda: by_step(STATEFUL),
         ours_kind="error",
         ours_says="ScopeError: A stateful layer",
         plain_says="the batch size of the input sequences",
@@ -223,25 +222,26 @@ METRICS = [
 # Where data ends ----------------------------------------------------------------------------------
 
 
-TWELVE = Problem(rows(192), 16)
+TWELVE = problem(rows(192), 16)
 
 
 def endless_fit() -> Difference:
     model = compiled(EVEN, mirrored(2))
-    model.fit(EVEN.dataset().repeat(), epochs=2, verbose=0)
+    model.fit(dataset_of(EVEN).repeat(), epochs=2, verbose=0)
     return Difference(0.0)
 
 
 def endless_evaluate() -> Difference:
     model = compiled(EVEN, strategy_of(2))
-    tmg.evaluate(model, EVEN.dataset().repeat())
+    tmg.evaluate(model, dataset_of(EVEN).repeat())
     return Difference(0.0)
 
 
 def counted_beyond_the_end() -> Difference:
     strategy = mirrored(2)
     with strategy.scope():
-        model, optimizer = fresh(TWELVE)
+        training = fresh(TWELVE)
+        model, optimizer = training.model, training.optimizer
         optimizer.build(model.trainable_variables)
 
     def train_step(x: Any, y: Any) -> None:
@@ -255,7 +255,7 @@ def counted_beyond_the_end() -> Difference:
         for _ in tf.range(5):
             strategy.run(train_step, args=next(iterator))
 
-    iterator = iter(strategy.experimental_distribute_dataset(TWELVE.dataset()))
+    iterator = iter(strategy.experimental_distribute_dataset(dataset_of(TWELVE)))
     try:
         for _ in itertools.count():
             five(iterator)
@@ -267,9 +267,10 @@ def counted_beyond_the_end() -> Difference:
 def counted_by_run() -> Difference:
     strategy = strategy_of(2)
     with strategy.scope():
-        model, optimizer = fresh(TWELVE)
+        training = fresh(TWELVE)
+        model, optimizer = training.model, training.optimizer
     step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
-    iterator = iter(tmg.distribute_dataset(TWELVE.dataset(), strategy))
+    iterator = iter(tmg.distribute_dataset(dataset_of(TWELVE), strategy))
     while int(step.run(iterator, 5)["steps"]):
         pass
     return Difference(int(optimizer.iterations.numpy()) - 12, "steps counted that never ran")
