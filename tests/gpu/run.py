@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> int:
     """Returns 0, or 1 where a check failed."""
-    sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)]
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     from gpu_checks.groups import GROUPS, names_of, run_group

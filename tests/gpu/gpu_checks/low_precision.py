@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from cases.images import batches
 
 from gpu_checks.place import Place
 from gpu_checks.replicas import with_tf32
-from gpu_checks.trainings import batches, step_on
+from gpu_checks.trainings import step_on
 
 FLOAT16, BFLOAT16 = 2e-2, 6e-2  # Ten bits, or seven, of a product: of losses, not weights.
 

@@ -7,35 +7,37 @@ ten bits of each factor (a relative error of 5e-4 each), and another algorithm r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from cases import images
+from cases.images import batches
 
 import tfmultigpu as tmg
 from gpu_checks.place import Place
-from gpu_checks.trainings import apart, batches, on_device, step_on, training
+from gpu_checks.trainings import apart, on_device, step_on
 
 EXACT, TF32 = 1e-5, 5e-3
 
 
 def exact_without_tf32(place: Place) -> dict[str, Any]:
     """Uneven batches in shares by memory, TF32 off: every weight, loss and prediction."""
-    return _hold(place, training, EXACT, tf32=False, shares=place.limits)
+    return _hold(place, "as it is", EXACT, tf32=False, shares=place.limits)
 
 
 def exact_with_tf32(place: Place) -> dict[str, Any]:
     """The same with TF32 on."""
-    return _hold(place, training, TF32, tf32=True)
+    return _hold(place, "as it is", TF32, tf32=True)
 
 
 def synchronized_batch_normalization(place: Place) -> dict[str, Any]:
     """Statistics are those of the global batch."""
-    return _hold(place, lambda: training(normalized=True), EXACT, tf32=False)
+    return _hold(place, "synchronized normalisation", EXACT, tf32=False)
 
 
 def xla(place: Place) -> dict[str, Any]:
@@ -43,12 +45,12 @@ def xla(place: Place) -> dict[str, Any]:
 
     Of TF32: without it XLA finds no convolution of float32 in cuDNN 9.3, for Keras' ``fit`` either.
     """
-    return _hold(place, training, TF32, tf32=True, jit_compile=True, predict=False)
+    return _hold(place, "by XLA", TF32, tf32=True, predict=False)
 
 
 def four_parts(place: Place) -> dict[str, Any]:
     """Four unequal parts, a last batch of fewer rows than parts, two micro-batches."""
-    return _hold(place, training, EXACT, tf32=False, shares=place.limits, micro_batches=2)
+    return _hold(place, "micro-batches", EXACT, tf32=False, shares=place.limits)
 
 
 def dropout_draws(place: Place) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def dropout_draws(place: Place) -> dict[str, Any]:
         np.testing.assert_array_equal(mask, masks[0], err_msg="draws differ between devices")
     dropped = float(np.mean(masks[0] == 0))
     assert 0.4 < dropped < 0.6, f"{dropped} of the inputs dropped at a rate of 0.5"
-    return _hold(place, lambda: training(dropout=0.4), EXACT, tf32=False) | {"dropped": dropped}
+    return _hold(place, "dropout", EXACT, tf32=False) | {"dropped": dropped}
 
 
 def gpu_against_cpu(place: Place) -> dict[str, Any]:
@@ -90,21 +92,12 @@ def gpu_against_cpu(place: Place) -> dict[str, Any]:
 
 def sharded_update(place: Place) -> dict[str, Any]:
     """Each variable updated on one part and copied to the others: the weights of one device."""
-    return _hold(place, training, EXACT, tf32=False, shares=place.limits, shard_update=True)
+    return _hold(place, "owners", EXACT, tf32=False, shares=place.limits)
 
 
 def sharded_variables(place: Place) -> dict[str, Any]:
     """Each weight on one part, by their memory: the weights of one device."""
-
-    def build() -> tmg.testing.Training:
-        if not tf.distribute.has_strategy():
-            return training()
-        with tmg.sharded_variables(
-            at_least=0, memory=dict(zip(place.devices, place.limits, strict=True))
-        ):
-            return training()
-
-    return _hold(place, build, EXACT, tf32=False, shares=place.limits, micro_batches=2)
+    return _hold(place, "sharded variables", EXACT, tf32=False, shares=place.limits)
 
 
 def checkpoints_cross_over(place: Place) -> dict[str, Any]:
@@ -141,14 +134,26 @@ def with_tf32(allowed: bool) -> None:
 
 
 def _hold(
-    place: Place, build: Callable[[], Any], tolerance: float, *, tf32: bool, **options: Any
+    place: Place, name: str, tolerance: float, *, tf32: bool, **options: Any
 ) -> dict[str, Any]:
+    """Holds a row of the table, and what it predicts then."""
     with_tf32(tf32)
+    (case,) = [case for case in images.CASES if case.name == name]
+    memory = dict(zip(place.devices, place.limits, strict=True))
+
+    def build() -> tmg.testing.Training:
+        with contextlib.ExitStack() as scopes:
+            if case.sharded and tf.distribute.has_strategy():
+                scopes.enter_context(tmg.sharded_variables(at_least=0, memory=memory))
+            this = case.build()
+        return tmg.testing.Training(this.model, this.optimizer, this.loss)
+
     largest = tmg.testing.assert_replica_invariant(
         build,
-        batches(24, 17, 24, 3),
+        case.batches,
         strategy=place.strategy(),
         tolerance=tolerance,
+        **case.options,
         **options,
     )
     return {"allowed": tolerance, "largest": float(largest.amount), "of": str(largest)}
