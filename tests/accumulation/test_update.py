@@ -1,15 +1,13 @@
 """The stock optimizer, called once for all replicas, does what it does on one device.
 
-Owners of variables in steps: where state is, how it is saved, and why there are none. Their results
-are in tests/promises/test_shard_update.py too.
+Owners of variables in steps: where state is, how it is saved, and why there are none. What each
+optimizer gives is in tests/cases/optimizers.py, and in tests/promises/test_shard_update.py.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
-import itertools
 import re
 import weakref
 from collections import Counter
@@ -20,10 +18,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases.optimizers import EVERYTHING, several
 from hypothesis import given, strategies as st
-from law.model import regression, small
-from law.pair import Pair
-from one_device import ByHand, Replicated, cut, unused_strategy
+from law.model import small
+from one_device import cut, step_on, unused_strategy
 from problems import crossentropy, labelled, network
 
 import tfmultigpu as tmg
@@ -36,95 +34,8 @@ from tfmultigpu.accumulation.update import (
     choose_update,
     update_of,
 )
-from tfmultigpu.strategies.collectives import forcing_addition
 
 optimizers = keras.optimizers
-EMA = {"use_ema": True, "ema_momentum": 0.8}
-# Clipping, decay, averages and their overwriting all act in three steps.
-EVERYTHING = {"global_clipnorm": 0.3, "weight_decay": 0.1, "ema_overwrite_frequency": 2, **EMA}
-
-
-class Centered(optimizers.SGD):
-    """An optimizer of a user: state of its own, no "if built", and tensors in ``apply``."""
-
-    def build(self, variables: Any) -> None:
-        self.built = False
-        super().build(variables)
-        self.calls = self.add_variable((), name="calls")
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        self.calls.assign_add(1.0)
-        super().apply([grad - tf.reduce_mean(grad) for grad in grads], trainable_variables)
-
-
-class Lookahead(optimizers.Optimizer):
-    """An optimizer of a user around another one, of whose every second step it takes half."""
-
-    def __init__(self, inner_optimizer: Any) -> None:
-        super().__init__(learning_rate=0.0)
-        self.inner_optimizer = inner_optimizer
-
-    def build(self, variables: Any) -> None:
-        super().build(variables)
-        self.inner_optimizer.build(variables)
-        self.slow = [self.add_variable_from_reference(v, name="slow") for v in variables]
-        for slow, variable in zip(self.slow, variables, strict=True):
-            slow.assign(variable)
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        if not self.built:
-            with tf.init_scope():
-                self.build(trainable_variables)
-        self.inner_optimizer.apply(grads, trainable_variables)
-        self.iterations.assign_add(1)
-        for slow, variable in zip(self.slow, trainable_variables, strict=True):
-            half = slow + 0.5 * (variable - slow)
-            is_second = self.iterations % 2 == 0
-            slow.assign(tf.where(is_second, half, slow))
-            variable.assign(tf.where(is_second, half, variable))
-
-
-def several() -> Any:
-    kernels, biases = optimizers.Adam(0.05), optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3)
-    return optimizers.MultiOptimizer(
-        lambda variable: biases if "bias" in variable.name else kernels
-    )
-
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    name: functools.partial(make, 0.05, **EVERYTHING)
-    for name, make in vars(optimizers).items()
-    if inspect.isclass(make) and issubclass(make, optimizers.Optimizer)
-    # Muon, which computes in float32 alone, is in tests/invariance/test_optimizers.py.
-    if name not in {"Optimizer", "LossScaleOptimizer", "MultiOptimizer", "Muon"}
-} | {
-    "a schedule": lambda: optimizers.AdamW(optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)),
-    "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
-    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Lamb(0.05)),
-    "MultiOptimizer": several,
-    "own class": lambda: Centered(0.05, momentum=0.9),
-    "own class, owned": lambda: Centered(0.05, momentum=0.9),
-    "own class around another": lambda: Lookahead(optimizers.Adam(0.05)),
-    "own class around another, owned": lambda: Lookahead(optimizers.Adam(0.05)),
-}
-WAYS = ((2, "owned"), (3, "collective"), (3, "owned"), (2, "in memory"))
-
-
-# Fails if an owner misses an update or another replica repeats it, if per-replica gradients are
-# not clipped, a counter counts replicas, or an optimizer of Keras, of this version or the next,
-# does what others do not.
-@pytest.mark.parametrize(("name", "way"), [*zip(OPTIMIZERS, itertools.cycle(WAYS))], ids=str)
-def test_every_optimizer_of_keras_updates_as_on_one_device(name: str, way: tuple[int, str]) -> None:
-    replicas, how = way
-    batches = regression((7, 1, 5))
-    build = lambda: small(OPTIMIZERS[name]())  # noqa: E731
-    with forcing_addition(in_memory=how != "collective"):
-        pair = Pair(build, batches[0], replicas, shard_update=how == "owned", verify=False)
-        pair.plain.train(batches)
-        for shards in pair.shards(batches):
-            pair.step(shards)
-    assert pair.step.update.owned == (how == "owned")
-    pair.assert_same()
 
 
 def built(make: Callable[[], Any], shard: Any = "auto") -> tuple[Any, Any, Any, Any]:
@@ -186,22 +97,22 @@ adam = functools.partial(optimizers.Adam, 0.01)
 # checkpoints would not fit.
 def test_state_exists_once_and_is_spread_by_size() -> None:
     make = functools.partial(optimizers.AdamW, 0.01, use_ema=True)
-    run = Replicated(3, mlp, make, LOSS, shard_update=True)
-    shared = {id(run.optimizer.iterations), id(run.optimizer.learning_rate)}
-    slots = [v for v in run.optimizer.variables if id(v) not in shared]
+    step = step_on(3, mlp, make, LOSS, shard_update=True)
+    shared = {id(step.optimizer.iterations), id(step.optimizer.learning_rate)}
+    slots = [v for v in step.optimizer.variables if id(v) not in shared]
     assert len(slots) == 3 * 4  # Average, momentum and velocity of four variables.
     numbers: Counter[str] = Counter()
     for slot in slots:
-        assert len(run.strategy.experimental_local_results(slot.value)) == 1
+        assert len(step.strategy.experimental_local_results(slot.value)) == 1
         numbers[slot.value.device] += int(np.prod(slot.shape))
     # Kernels of 30 and 20, biases of 5 and 4 numbers, three slots each.
     assert sorted(numbers.values()) == [3 * 9, 3 * 20, 3 * 30]
-    device = ByHand(mlp, make, LOSS)
-    device.optimizer.build(device.model.trainable_variables)
-    of_device, of_run = (
-        [re.sub(r"_\d+", "", v.path) for v in one.optimizer.variables] for one in (device, run)
+    alone = make()
+    alone.build(mlp().trainable_variables)
+    of_device, of_step = (
+        [re.sub(r"_\d+", "", v.path) for v in one.variables] for one in (alone, step.optimizer)
     )
-    assert of_device == of_run
+    assert of_device == of_step
 
 
 # Fails if a second step moves state, or a step keeps its optimizer or a graph that it traced alive.
@@ -212,15 +123,15 @@ def test_a_second_step_and_the_end_of_both() -> None:
         graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
         return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
 
-    run = Replicated(2, mlp, adam, loss, shard_update=True)
-    run.step(BATCHES[0])
-    again = tmg.make_train_step(run.model, run.optimizer, loss, run.strategy)
-    assert again.update is run.step.update
+    step = step_on(2, mlp, adam, loss, shard_update=True)
+    step(BATCHES[0])
+    again = tmg.make_train_step(step.model, step.optimizer, loss, step.strategy)
+    assert again.update is step.update
     assert again.update.owned
     again(BATCHES[1])
-    gone = weakref.ref(run.optimizer)
+    gone = weakref.ref(step.optimizer)
     assert any(graph() is not None for graph in graphs)  # The verified one is gone with its twin.
-    del run, again
+    del step, again
     gc.collect()
     gc.collect()
     assert gone() is None
@@ -252,7 +163,7 @@ def test_where_it_is_faster_it_is_done() -> None:
         return network(1, *[keras.layers.Dense(1) for _ in range(PAYS_FROM_VARIABLES // 2)])
 
     def update(build: Callable[[], Any], replicas: int = 2, **options: Any) -> Any:
-        return Replicated(replicas, build, adam, "mse", **options).step.update
+        return step_on(replicas, build, adam, "mse", **options).update
 
     small, chosen, alone = update(mlp), update(large), update(large, 1, shard_update=True)
     count = 11 * (PAYS_FROM // 10) + 4
@@ -264,6 +175,20 @@ def test_where_it_is_faster_it_is_done() -> None:
     assert update(deep).owned
     assert not update(large, shard_update=False).owned
     assert (alone.owned, alone.reason) == (False, "there is one replica")
+
+
+# Fails if the sums of micro-batches that Keras would add up are added a second time.
+@pytest.mark.parametrize("inner", ["SGD", "LossScaleOptimizer", "MultiOptimizer"])
+def test_accumulation_inside_an_optimizer_is_refused(inner: str) -> None:
+    sgd = functools.partial(optimizers.SGD, 0.1, gradient_accumulation_steps=4)
+    kinds: dict[str, Callable[[], Any]] = {
+        "SGD": sgd,
+        "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(sgd()),
+        "MultiOptimizer": lambda: several(gradient_accumulation_steps=4),
+    }
+    says = r"make_train_step\(\.\.\., micro_batches=4\)"
+    with pytest.raises(tmg.TfMultiGpuError, match=says):
+        step_on(2, mlp, kinds[inner], LOSS)
 
 
 class Halving(optimizers.schedules.LearningRateSchedule):

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, strategy_of
+from one_device import step_on, strategy_of
 from problems import networks
 
 import tfmultigpu as tmg
@@ -220,7 +220,7 @@ def test_copies_are_given_if_asked_for_and_the_first_counts() -> None:
 # Fails if what a user computed from shards without rows trains beside whole copies of the rest.
 def test_a_step_refuses_what_was_computed_from_an_empty_shard() -> None:
     build = networks(1, lambda: keras.layers.Dense(1, use_bias=False))
-    step = Replicated(3, build, lambda: keras.optimizers.SGD(0.1), "mse").step
+    step = step_on(3, build, lambda: keras.optimizers.SGD(0.1), "mse")
     model, strategy = step.model, step.strategy
     pairs = batches_of((5, 2, 4)).map(lambda x: (tf.cast(x, tf.float32)[:, None],) * 2)
     data = tmg.distribute_dataset(pairs, strategy)

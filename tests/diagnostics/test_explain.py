@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, strategy_of
+from one_device import step_on, strategy_of
 from problems import network, networks
 
 import tfmultigpu as tmg
@@ -214,7 +214,7 @@ def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_is_reported_with_its_model_and_optimizer(shard_update: bool) -> None:
     build = networks(3, lambda: keras.layers.Dense(1))
     adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
-    step = Replicated(2, build, adam, "mse", shard_update=shard_update).step
+    step = step_on(2, build, adam, "mse", shard_update=shard_update)
     step((X[:4], Y[:4]))
     report = explain(step, dataset=ROWS.batch(4))
     assert report.codes == ("in-order",)

@@ -18,9 +18,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from law.model import cut
+from law.model import Training, cut
 from law.pair import strategy_of
-from one_device import train_by_hand
+from law.plain import train_once
 from problems import networks, normal_rows as arrays
 from test_documentation import PAGES, all_programs_of, blocks_of
 
@@ -145,7 +145,9 @@ def built(model: Callable[[], Any], strategy: Any = None) -> Any:
 
 def plain(model: Any, optimizer: Any, loss: Callable[..., Any], batches: Sequence[Any]) -> list:
     """Returns the weights after training on one device by ``law.plain``."""
-    train_by_hand(model, optimizer, loss, batches)
+    training = Training(model, optimizer, None, whole=loss)
+    for batch in batches:
+        train_once(training, batch)
     return model.get_weights()
 
 

@@ -40,6 +40,10 @@ class Training:
         loss: A Keras loss, or a dict of them by output.
         metrics: Keras metrics, a list, or a dict of lists by output.
         clip_norm: Largest norm of the global gradient, or None.
+        forward: For our step, in place of a loss.
+        whole: ``f(model, batch) -> scalar``, the loss of a batch as one writes it for one device;
+            where no Keras loss says it. What layers add is added.
+        watched: More variables that training may change, such as those of a metric in a layer.
     """
 
     model: Any
@@ -47,6 +51,9 @@ class Training:
     loss: Any
     metrics: Any = ()
     clip_norm: float | None = None
+    forward: Any = None
+    whole: Any = None
+    watched: Sequence[Any] = ()
 
     def metrics_by_output(self) -> dict[Any, list[Any]]:
         return self.metrics if isinstance(self.metrics, dict) else {None: list(self.metrics)}
@@ -56,6 +63,7 @@ class Training:
         metrics = [m for group in self.metrics_by_output().values() for m in group]
         owners = (self.model, self.optimizer, *metrics)
         variables = [(owner, variable) for owner in owners for variable in owner.variables]
+        variables += [(self, variable) for variable in self.watched]
         return {f"{n} {type(o).__name__} {v.path}": v for n, (o, v) in enumerate(variables)}
 
     def values(self) -> list[np.ndarray]:

@@ -14,23 +14,31 @@ from law.model import Batch, Training
 
 def as_tensors(batch: Batch) -> Any:
     """Returns a batch as tensors; None stays None."""
-    return tf.nest.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
+
+    def as_tensor(array: Any) -> Any:
+        return array if array is None or tf.is_tensor(array) else tf.convert_to_tensor(array)
+
+    return tf.nest.map_structure(as_tensor, batch)
 
 
 def specs_of(batch: Batch) -> Any:
     """Returns the specification of batches like this one, of any number of examples."""
-    return tf.nest.map_structure(
-        lambda a: tf.TensorSpec([None, *np.shape(a)[1:]], np.asarray(a).dtype), batch
-    )
+
+    def spec_of(array: Any) -> Any:
+        if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
+            return tf.data.Dataset.from_tensor_slices(array).batch(1).element_spec
+        return tf.TensorSpec([None, *np.shape(array)[1:]], np.asarray(array).dtype)
+
+    return tf.nest.map_structure(spec_of, batch)
 
 
 class PlainLoop:
     """``train_once``, compiled for batches of any number of examples."""
 
-    def __init__(self, training: Training, like: Batch) -> None:
+    def __init__(self, training: Training, like: Batch, dense: bool = True) -> None:
         training.optimizer.build(training.model.trainable_variables)
         signature = [specs_of(like)]
-        once = functools.partial(train_once, training)
+        once = functools.partial(train_once, training, dense=dense)
         self._step = tf.function(once, input_signature=signature, autograph=False)
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -47,10 +55,13 @@ def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, 
     Gradients of embeddings are summed by row first (``tf.convert_to_tensor``), as this library
     does, unless ``dense`` is false. Clipping, if any, is of the whole gradient.
     """
-    x, y, weights = (*batch, None)[:3]
     with tf.GradientTape() as tape:
-        outputs = training.model(x, training=True)
-        loss = plain_loss(training.loss, y, outputs, weights)
+        if training.whole is not None:
+            loss = training.whole(training.model, batch)
+        else:
+            x, y, weights = (*batch, None)[:3]
+            outputs = training.model(x, training=True)
+            loss = plain_loss(training.loss, y, outputs, weights)
         for extra in training.model.losses:
             loss += tf.reduce_sum(tf.cast(extra, loss.dtype))  # As Keras' compute_loss does.
         scaled = training.optimizer.scale_loss(loss)
@@ -68,7 +79,8 @@ def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, 
                 metric.update_state(y, outputs)
             else:
                 metric.update_state(y[name], outputs[name])
-    return {"loss": loss, "gradient_norm": norm}
+    scale = training.optimizer.scale_loss(tf.ones([]))
+    return {"loss": loss, "gradient_norm": norm / tf.cast(scale, norm.dtype)}
 
 
 def plain_loss(loss: Any, y: Any, outputs: Any, weights: Any = None) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from one_device import Replicated, cut, graph_of, hold, strategy_of
+from cases.sharded import gru
+from one_device import graph_of, step_on, strategy_of
 from problems import network
 
 import tfmultigpu as tmg
@@ -27,11 +26,6 @@ IDS = _random.integers(1, 11, (12, 5)).astype("int32")
 def dense() -> Any:
     hidden = [layers.Dense(4, "tanh", use_bias=False) for _ in range(LAYERS)]
     return network(4, *hidden)
-
-
-def gru() -> Any:
-    ids = keras.Input((5,), dtype="int32")
-    return keras.Model(ids, layers.Dense(4)(layers.GRU(6)(layers.Embedding(11, 4)(ids))))
 
 
 def sharded(make: Any, replicas: int = 2) -> Any:
@@ -128,84 +122,6 @@ def test_loops_read_no_weights() -> None:
     assert len({one.device for one in loops_in(graph)}) == 2
 
 
-class TwoInOne(layers.Layer):
-    """Operations whose gradients read two weights."""
-
-    def build(self, shape: Any) -> None:
-        self.a, self.b = self.add_weight(shape=(4, 4)), self.add_weight(shape=(4, 4))
-
-    def call(self, x: Any) -> Any:
-        apart = tf.reduce_sum(tf.math.squared_difference(self.a, self.b))
-        return x @ tf.maximum(self.a, self.b) + apart
-
-
-def used_twice() -> Any:
-    """The gradient of the shared weight is there at its second use: waiting for it would hang."""
-    x = inputs = keras.Input((4,))
-    shared = layers.Dense(4, "tanh")
-    for other in [layers.Dense(4, "tanh") for _ in range(3)]:
-        x = shared(other(shared(x)))
-    return keras.Model(inputs, layers.BatchNormalization(synchronized=True, epsilon=0.1)(x))
-
-
-class ReadInALoop(layers.Layer):
-    """Reads a weight twice: a tape opened after the first read sees the second one only."""
-
-    def __init__(self, taped: bool) -> None:
-        super().__init__()
-        self.taped = taped
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(4, 4), initializer="orthogonal")
-        self.bias = self.add_weight(shape=(4,), initializer="ones")
-
-    def call(self, x: Any) -> Any:
-        @tf.custom_gradient
-        def scaled(y: Any) -> Any:
-            def gradient(upstream: Any, variables: Any = ()) -> Any:
-                return upstream, [tf.reduce_sum(upstream * y, 0) for _ in variables]
-
-            return y * self.bias.value, gradient
-
-        def taped(y: Any) -> Any:
-            y = tf.tanh(y @ self.kernel)
-            with tf.GradientTape() as tape:
-                energy = tf.reduce_sum(tf.stop_gradient(y[:1] * 0 + 1) @ self.kernel)
-            slope = tape.gradient(energy, self.kernel.value, unconnected_gradients="zero")
-            return y - 0.01 * y @ slope
-
-        body = taped if self.taped else lambda y: scaled(tf.tanh(y + self.bias))
-        x = x @ self.kernel + self.bias
-        return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, body(y)), [0, x])[1]
-
-
-def in_a_loop(taped: bool) -> Any:
-    return network(4, ReadInALoop(taped), layers.Dense(4))
-
-
-MODELS = {
-    "a custom gradient in a loop": lambda: in_a_loop(False),
-    "a tape in a loop": lambda: in_a_loop(True),
-    "two in one": lambda: network(4, TwoInOne(), layers.Dense(4)),
-    "used twice": used_twice,
-    "gru": gru,
-}
-
-
-# Fails if a read waits for itself (it hangs), or a gradient is taken from another weight. Several
-# outputs, micro-batches and all features: tests/promises/test_batches.py.
-@pytest.mark.parametrize("name", MODELS)
-def test_training_is_that_of_one_device(name: str) -> None:
-    def build() -> Any:
-        several = tf.distribute.has_strategy()
-        with tmg.sharded_variables(at_least=0) if several else contextlib.nullcontext():
-            return MODELS[name]()
-
-    batches = cut((IDS if name == "gru" else NUMBERS, np.ones((12, 4), "float32")), (7, 2, 12))
-    sgd = lambda: keras.optimizers.SGD(0.01, momentum=0.9)  # noqa: E731
-    hold(3, build, sgd, keras.losses.MeanSquaredError(), batches, verify=False)
-
-
 # Fails if a strategy that once had sharded variables keeps a warning from naming the layer.
 def test_a_layer_is_named_on_a_strategy_that_has_sharded_before() -> None:
     sharded(dense)
@@ -214,6 +130,6 @@ def test_a_layer_is_named_on_a_strategy_that_has_sharded_before() -> None:
         norm = layers.BatchNormalization(name="local_norm")
         return network(4, layers.Dense(4), norm, layers.Dense(4))
 
-    run = Replicated(2, build, keras.optimizers.SGD, "mse")
+    step = step_on(2, build, keras.optimizers.SGD, "mse")
     with pytest.warns(tmg.ReplicaDependenceWarning, match="local_norm"):
-        run.step((NUMBERS, np.ones((12, 4), "float32")))
+        step((NUMBERS, np.ones((12, 4), "float32")))

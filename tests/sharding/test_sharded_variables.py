@@ -1,8 +1,7 @@
-"""Where sharded variables and their slots are, and what is refused; promises prove the results."""
+"""Where sharded variables are, and what is refused; their results are in cases and promises."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, strategy_of, unused_strategy
+from one_device import strategy_of, unused_strategy
 from problems import crossentropy, labelled, network
 
 import tfmultigpu as tmg
@@ -40,26 +39,6 @@ def sharded(make: Any) -> Any:
 def device_of(variable: Any) -> str:
     name: str = parse_device_name(variable.value.device)
     return name
-
-
-# Fails if a setting of an optimizer, built before, acts on a sharded variable N times or not.
-def test_settings_of_the_optimizer() -> None:
-    def build() -> Any:
-        several = tf.distribute.has_strategy()
-        with tmg.sharded_variables(at_least=0) if several else contextlib.nullcontext():
-            return mlp()
-
-    def adam() -> Any:
-        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-        return keras.optimizers.Adam(0.01, clipnorm=0.1, weight_decay=0.1, **averages)
-
-    batches = cut((NUMBERS, LABELS), (7, 1, 12))
-    expected = ByHand(build, adam, crossentropy()).train(batches)
-    run = Replicated(3, build, adam, crossentropy(), verify=False)
-    assert all(is_sharded(variable) for variable in run.model.trainable_variables)
-    with run.strategy.scope():
-        run.optimizer.build(run.model.trainable_variables)
-    assert_same(run.train(batches), expected)
 
 
 # Fails if devices are not chosen by the memory that is given, or the table has other numbers.

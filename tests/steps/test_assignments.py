@@ -12,7 +12,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, as_dataset, cut, hold, strategy_of
+from cases.case import Case, hold
+from law.model import Training
+from one_device import as_dataset, cut, step_on, strategy_of
 from problems import network, networks, normal_rows
 
 import tfmultigpu as tmg
@@ -145,7 +147,7 @@ def test_a_step_that_raises_has_changed_nothing() -> None:
     options = {"micro_batches": 3, "loss_scale": "dynamic", "verify": False}
     with strategy_of(2).scope():
         options["metrics"] = [CheckedError()]
-    step = Replicated(2, checked, sgd, "mse", **options).step
+    step = step_on(2, checked, sgd, "mse", **options)
     train(step, None)  # All that is made on the way is made now.
     start = state(step)
     train(step, None)
@@ -203,15 +205,15 @@ def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() ->
     assert [float(value) for value in in_graph(run)] == [6.0 * 6.0 * 12.0, 2 * 6.0 * 12.0]
 
 
-# What it computes in one pass is that of one device: invariance/test_layers.py.
+# What it computes in one pass is that of one device: cases/layers.py.
 def test_weights_that_each_micro_batch_assigns_once_more_are_told() -> None:
     def build() -> keras.Model:
         dense = keras.layers.Dense(3, kernel_regularizer="l2")
         return network(4, keras.layers.SpectralNormalization(dense), keras.layers.Dense(2))
 
-    run = Replicated(2, build, sgd, SQUARES, micro_batches=3)
+    step = step_on(2, build, sgd, SQUARES, micro_batches=3)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"Write micro_batches=1"):
-        run.step(BATCH)
+        step(BATCH)
 
 
 class DrawsInABranch(keras.layers.Layer):
@@ -227,6 +229,7 @@ class DrawsInABranch(keras.layers.Layer):
 
 def test_what_is_drawn_in_a_branch_is_exact_or_told_with_micro_batches() -> None:
     build = networks(4, DrawsInABranch, lambda: keras.layers.Dense(2))
-    hold(2, build, sgd, SQUARES, cut((X, Y), (7, 1, 5, 2)), verify=False)
+    case = Case("a branch", lambda: Training(build(), sgd(), SQUARES), cut((X, Y), (7, 1, 5, 2)))
+    hold(case.replace(options={"verify": False}))
     with pytest.warns(tmg.ReplicaDependenceWarning, match="Write micro_batches=1"):
-        Replicated(2, build, sgd, SQUARES, micro_batches=2).step(BATCH)
+        step_on(2, build, sgd, SQUARES, micro_batches=2)(BATCH)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated
+from one_device import step_on
 from problems import normal_rows
 
 import tfmultigpu as tmg
@@ -35,7 +35,7 @@ def step_of(
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name=name)
 
     sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
-    return Replicated(replicas, build, sgd, None, forward=forward, **options).step
+    return step_on(replicas, build, sgd, None, forward=forward, **options)
 
 
 def counts(*steps: Any) -> list[int]:

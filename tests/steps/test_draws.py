@@ -16,7 +16,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, graph_of
+from law.model import Training
+from law.pair import Pair
+from one_device import cut, difference, graph_of, step_on, strategy_of
 from problems import crossentropy, network
 
 import tfmultigpu as tmg
@@ -195,20 +197,23 @@ def noisy() -> keras.Model:
 
 
 sgd = functools.partial(keras.optimizers.SGD, 0.1)
+XLA = {"jit_compile": True}
 
 
 # Fails if draws are for other rows of a batch that TensorFlow cut, or whose number of rows is known
 # while tracing.
 def test_however_a_batch_is_cut() -> None:
-    run = Replicated(2, noisy, sgd, LOSS, verify=False)
-    even = cut((X, Y), (8, 8))
-    truth = ByHand(noisy, sgd, LOSS).train(even)
+    pair = Pair(lambda: Training(noisy(), sgd(), LOSS), (X, Y), strategy_of(2), verify=False)
+    pair.plain.train(cut((X, Y), (8, 8)))
     whole = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(8, drop_remainder=True)
     assert whole.element_spec[0].shape[0] == 8
-    assert_same(run.train(run.strategy.experimental_distribute_dataset(whole)), truth)
-    run.reset()
-    iterator = iter(tmg.distribute_dataset(whole, run.strategy))
-    assert_same(run.result([float(run.step.run(iterator, 1)["loss"]) for _ in even]), truth)
+    for shards in pair.strategy.experimental_distribute_dataset(whole):
+        pair.step(shards)
+    pair.assert_same(rtol=1e-6, atol=1e-6)
+    pair.ours.assign(pair.start)
+    iterator = iter(tmg.distribute_dataset(whole, pair.strategy))
+    assert [int(pair.step.run(iterator, 1)["steps"]) for _ in range(3)] == [1, 1, 0]
+    pair.assert_same(rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -216,11 +221,14 @@ def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it(
     """XLA's numbers are others than those without, on one device too."""
     # Few, because XLA compiles for each number of rows; even, because it pairs normal numbers so.
     batches = cut((X, Y), (8, 1))
-    truth = Replicated(1, noisy, sgd, LOSS, jit_compile=True).train(batches)
-    without = ByHand(noisy, sgd, LOSS).train(batches)
-    assert np.abs(truth.weights[0] - without.weights[0]).max() > 1e-3
-    run = Replicated(2, noisy, sgd, LOSS, jit_compile=True, micro_batches=2)
-    assert_same(run.train(batches), truth)
+    weights, losses = [], []
+    for replicas, options in ((1, {}), (1, XLA), (2, {**XLA, "micro_batches": 2})):
+        step = step_on(replicas, noisy, sgd, LOSS, **options)
+        losses.append([float(step(batch)["loss"]) for batch in batches])
+        weights.append(step.model.get_weights())
+    assert difference(weights[0], weights[1]) > 1e-3
+    assert difference(weights[2], weights[1]) <= 1e-6
+    np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6, atol=1e-6)
 
 
 # Fails if draws cost anything where one replica has all rows.
@@ -228,8 +236,8 @@ def test_one_replica_without_micro_batches_draws_as_keras_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def operations() -> Counter[str]:
-        run = Replicated(1, noisy, sgd, LOSS)
-        graph = graph_of(run.step, (X[:4], Y[:4])).as_graph_def()
+        step = step_on(1, noisy, sgd, LOSS)
+        graph = graph_of(step, (X[:4], Y[:4])).as_graph_def()
         nodes = [graph.node, *[function.node_def for function in graph.library.function]]
         return Counter(node.op for some in nodes for node in some)
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, as_dataset, cut, strategy_of
+from one_device import as_dataset, cut, step_on, strategy_of
 from problems import crossentropy, labelled, networks
 
 import tfmultigpu as tmg
@@ -32,7 +32,7 @@ classifier = networks(6, lambda: keras.layers.Dense(3))
 
 def make_step(replicas: int = 2, build: Any = classifier, loss: Any = LOSS, **options: Any) -> Any:
     sgd = lambda: SGD(0.1)  # noqa: E731
-    return Replicated(replicas, build, sgd, loss, verify=False, **options).step
+    return step_on(replicas, build, sgd, loss, verify=False, **options)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
-"""Losses of ``forward``, what metrics see, and which variables of several models a step trains.
+"""What a ``forward`` may return, what metrics see, and which variables of models a step trains.
 
-Metrics of Keras are in tests/invariance/test_metric_results.py; those that wait for shapes to make
+Metrics of Keras are in test_metrics_of_keras.py; those that wait for shapes to make
 their variables in tests/loops/test_epochs.py; in a forward: promises/test_metrics_in_forward.py.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,68 +13,22 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, difference, plain, strategy_of, train_by_hand
-from problems import network, networks, normal_rows
+from cases.case import Case, on_one_device
+from cases.losses import PARTS as BATCHES, ROWS, Both, forward, of_two_models
+from law.model import Training
+from one_device import difference, step_on, strategy_of
+from problems import network, networks, sgd
 
 import tfmultigpu as tmg
 from tfmultigpu.errors import LossError
 
-SIZES = (5, 1, 3, 7)
-(ROWS,) = normal_rows(sum(SIZES), 4, seed=4)
-BATCHES = np.split(ROWS, np.cumsum(SIZES)[:-1])
 
-
-class Both(keras.Model):
-    """Two models as one, for a forward that calls its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = network(4, keras.layers.Dense(3))
-        self.decoder = network(3, keras.layers.Dense(4))
-        self.size = keras.metrics.Mean()
-
-
-sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
-
-
-def forward(both: Any, batch: Any, training: bool) -> Any:
-    code = both.encoder(batch, training=training)
-    error = tmg.loss_sum("mse", batch, both.decoder(code, training=training))
-    size = tf.reduce_sum(code**2, -1)
-    both.size.update_state(size)
-    return tmg.LossSum(error.sum + tf.reduce_sum(size), error.weight)
-
-
-@functools.cache
-def by_hand(chosen: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the loss of each batch, and the weights, of a loop without code of ours."""
-    run = Replicated(1, Both, sgd, None, forward=forward)  # Its model, not its step.
-    trained = [run.model.weights[i] for i in chosen]
-
-    def loss(both: Any, batch: Any) -> Any:
-        code = both.encoder(batch)
-        error = tf.reduce_mean((batch - both.decoder(code)) ** 2)
-        return error + tf.reduce_mean(tf.reduce_sum(code**2, -1))
-
-    losses = train_by_hand(run.model, run.optimizer, loss, BATCHES, trained)
-    return losses, run.model.get_weights()
-
-
-# Fails if the loss is divided before it is added, by another weight, or once a replica.
-@pytest.mark.parametrize(
-    ("replicas", "options"),
-    [(2, {"jit_compile": True}), (3, {"micro_batches": 2})],
-    ids=str,
-)
-def test_losses_and_weights_are_those_of_one_device(replicas: int, options: Any) -> None:
-    run = Replicated(replicas, Both, sgd, None, forward=forward, **options)
-    losses, weights = by_hand()
-    for batch, loss in zip(BATCHES, losses, strict=True):
-        logs = plain(run.step(batch))
-        np.testing.assert_allclose(logs["loss"], loss, rtol=1e-5)
-        assert logs["weight"] == len(batch)
-    assert difference(run.model.get_weights(), weights) <= 1e-6
-    assert run.step.verification.outcome == "same"
+def both_of(*trained: int) -> Training:
+    """Two models of which these variables are trained."""
+    training = of_two_models()
+    for number, weight in enumerate(training.model.weights):
+        weight.trainable = number in trained
+    return training
 
 
 # Fails if a variable that was not chosen, or one that is frozen since, moves or has a slot.
@@ -90,7 +43,8 @@ def test_only_the_chosen_variables_are_trained(replicas: int, shard_update: bool
     step = tmg.make_train_step(both, optimizer, None, strategy, forward=forward, **options)
     for batch in BATCHES:
         step(batch)
-    assert difference(both.get_weights(), by_hand((0, 3))[1]) <= 1e-6
+    expected = on_one_device(Case("two variables", lambda: both_of(0, 3), BATCHES)).end
+    assert difference(both.get_weights(), [*expected.values()][: len(both.weights)]) <= 1e-6
     assert [variable.path for variable in step.variables] == [one.path for one in chosen]
     assert len(optimizer.variables) == 2 + len(chosen)  # Step count, rate, and their momenta.
     both.encoder.trainable = False
@@ -120,6 +74,19 @@ def test_what_a_forward_may_not_return_and_what_several_models_need(
     ):
         with subtests.test(text), pytest.raises(kind, match=text):
             tmg.make_train_step(model, optimizer, given, **options)
+
+
+# Fails if the norm that is logged, or the one that is clipped, is that of one precision alone.
+def test_the_norm_is_that_of_layers_of_different_precision() -> None:
+    double = lambda: keras.layers.Dense(8, "tanh", dtype="float64")  # noqa: E731
+    build = networks(4, double, lambda: keras.layers.Dense(4))
+    step = step_on(2, build, lambda: keras.optimizers.SGD(0.05), "mse", clip_norm=0.1)
+    start = step.model.get_weights()
+    assert float(step((ROWS, ROWS))["gradient_norm"]) > 0.2
+    moved = [now - then for now, then in zip(step.model.get_weights(), start, strict=True)]
+    assert {part.dtype.name for part in moved} == {"float64", "float32"}
+    length = np.sqrt(sum(np.sum(np.square(part)) for part in moved))
+    assert length / 0.05 == pytest.approx(0.1, rel=1e-4)
 
 
 # Metrics ------------------------------------------------------------------------------------------
@@ -206,11 +173,11 @@ def test_each_row_counts_once_in_training_evaluation_and_prediction(
     subtests: pytest.Subtests,
 ) -> None:
     build = networks(4, Watched, lambda: keras.layers.Dense(3))
-    run = Replicated(4, build, keras.optimizers.SGD, "mse", micro_batches=3, verify=False)
-    evaluate = tmg.make_eval_step(run.model, "mse", run.strategy)
-    predict = tmg.make_predict_step(run.model, run.strategy)
-    mean = run.model.layers[0].mean
-    for call in (run.step, evaluate, lambda batch: predict(batch[0])):
+    step = step_on(4, build, keras.optimizers.SGD, "mse", micro_batches=3, verify=False)
+    evaluate = tmg.make_eval_step(step.model, "mse", step.strategy)
+    predict = tmg.make_predict_step(step.model, step.strategy)
+    mean = step.model.layers[0].mean
+    for call in (step, evaluate, lambda batch: predict(batch[0])):
         with subtests.test(call=call):
             for rows in (1, 2, 5):
                 mean.reset_state()

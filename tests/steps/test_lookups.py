@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated
+from one_device import step_on
 from problems import networks
 
 IDS, WIDTH = 4200, 16
@@ -24,7 +24,7 @@ def trained(replicas: int, optimizer: Any, **options: Any) -> Any:
         networks(2, table, mean, lambda: layers.Dense(1)),
         getattr(keras.optimizers, optimizer),
     )
-    step = Replicated(replicas, build, lambda: kind(0.1), "mse", verify=False, **options).step
+    step = step_on(replicas, build, lambda: kind(0.1), "mse", verify=False, **options)
     step(BATCH)
     return step
 

@@ -11,8 +11,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, hold
-from problems import network, networks, normal_rows, sgd
+from cases.case import EXACT, Case, differences, on_one_device, on_replicas
+from cases.losses import Add, adding
+from law.model import Training
+from one_device import cut, difference, step_on, strategy_of
+from problems import integers, networks, normal, normal_rows, sgd
 
 import tfmultigpu as tmg
 
@@ -34,9 +37,9 @@ def two_outputs() -> keras.Model:
 
 # Fails if losses and labels in a list are not those of the outputs in Keras' order, by name.
 def test_lists_are_in_the_order_of_keras() -> None:
-    run = Replicated(2, two_outputs, sgd, ["mse", "mae"])
-    outputs = {name: value.numpy() for name, value in run.model(X).items()}
-    logs = run.step((X, [np.full((9, 1), 7.0, "float32"), np.zeros((9, 1), "float32")]))
+    step = step_on(2, two_outputs, sgd, ["mse", "mae"])
+    outputs = {name: value.numpy() for name, value in step.model(X).items()}
+    logs = step((X, [np.full((9, 1), 7.0, "float32"), np.zeros((9, 1), "float32")]))
     np.testing.assert_allclose(logs["a_loss"], np.mean((outputs["a"] - 7.0) ** 2), rtol=1e-5)
     np.testing.assert_allclose(logs["z_loss"], np.mean(abs(outputs["z"])), rtol=1e-5)
 
@@ -44,12 +47,12 @@ def test_lists_are_in_the_order_of_keras() -> None:
 # Fails if the loss in the logs leaves out penalties of variables that the step does not train.
 def test_penalties_of_all_variables_are_in_the_loss() -> None:
     first = lambda: L.Dense(3, kernel_regularizer=keras.regularizers.L2(1.0))  # noqa: E731
-    run = Replicated(2, of(first, lambda: L.Dense(2)), sgd, "mse")
-    expected = tmg.make_eval_step(run.model, "mse", run.strategy)((X, Y))["loss"]
-    first, last = run.model.layers
+    step = step_on(2, of(first, lambda: L.Dense(2)), sgd, "mse")
+    expected = tmg.make_eval_step(step.model, "mse", step.strategy)((X, Y))["loss"]
+    first, last = step.model.layers
     before = first.get_weights()
     step = tmg.make_train_step(
-        run.model, run.optimizer, "mse", run.strategy, variables=last.trainable_variables
+        step.model, step.optimizer, "mse", step.strategy, variables=last.trainable_variables
     )
     np.testing.assert_allclose(step((X, Y))["loss"], expected, rtol=1e-6)
     for old, new in zip(before, first.get_weights(), strict=True):
@@ -71,12 +74,32 @@ def test_a_regularizer_with_a_count_of_its_own() -> None:
         model.counts = regularizer.calls
         return model
 
-    run = Replicated(1, build, sgd, "mse")
+    step = step_on(1, build, sgd, "mse")
     for calls in (1.0, 2.0):
-        weights = run.model.layers[0].get_weights()[0]
-        loss = float(run.step((X, Y))["loss"])
-        assert run.model.counts.numpy() == calls
+        weights = step.model.layers[0].get_weights()[0]
+        loss = float(step((X, Y))["loss"])
+        assert step.model.counts.numpy() == calls
         assert loss > (weights**2).sum() / calls - 1e-6
+
+
+class ReadsAnother(keras.regularizers.Regularizer):
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def __call__(self, x: Any) -> Any:
+        return 0.1 * tf.reduce_sum(tf.square(x)) * tf.reduce_sum(tf.square(self.other))
+
+
+# Fails if the gradient of a penalty that reaches another variable is lost in silence.
+def test_a_regularizer_that_reads_another_variable_is_refused() -> None:
+    def build() -> keras.Model:
+        model = of(lambda: L.Dense(4, "tanh"), lambda: L.Dense(2))()
+        first, last = model.layers
+        last.kernel.regularizer = ReadsAnother(first.kernel)
+        return model
+
+    with pytest.raises(tmg.TfMultiGpuError, match="regularizer"):
+        step_on(2, build, sgd, "mse")((X, Y))
 
 
 # Gradients that do not exist ----------------------------------------------------------------------
@@ -105,56 +128,64 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_missing_gradients_are_told(kind: str) -> None:
     replicas, loss, options = KINDS[kind]
-    run = Replicated(replicas, of(FIRST, SECOND, Stop), sgd, loss, **options)
+    step = step_on(replicas, of(FIRST, SECOND, Stop), sgd, loss, **options)
     with pytest.raises(tmg.errors.LossError, match=r"No gradient reaches any.*first/kernel'.*tf\."):
-        run.step((X, Y))
-    assert int(run.optimizer.iterations.numpy()) == 0
+        step((X, Y))
+    assert int(step.optimizer.iterations.numpy()) == 0
     stopped = of(FIRST, Stop, SECOND)
-    expected = ByHand(stopped, sgd, SQUARES).train(BATCHES)
-    run = Replicated(replicas, stopped, sgd, loss, **options)
+    step = step_on(replicas, stopped, sgd, loss, **options)
+    expected = on_one_device(Case("stopped", lambda: Training(stopped(), sgd(), SQUARES), BATCHES))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_same(run.train(BATCHES), expected)
-        run.step((X, Y, np.ones(9, "float32")) if loss else (X, Y))  # Traced again, for weights.
+        for batch in BATCHES:
+            step(batch)
+        assert difference(step.model.get_weights(), [*expected.end.values()][:4]) <= EXACT
+        step((X, Y, np.ones(9, "float32")) if loss else (X, Y))  # Traced again, for weights.
     (text,) = {str(one.message) for one in caught}
     assert "first/kernel', '" in text
     assert "first/bias']" in text
 
 
-class Idle(L.Layer):
-    def build(self, _: Any) -> None:
-        self.idle = self.add_weight(shape=(3,), initializer="ones", regularizer="l2")
+def two_heads() -> Training:
+    """A tagger with a masked output for each token, and a plain output for each row."""
+    tokens = keras.Input((4,), dtype="int32")
+    embedded = L.Embedding(9, 5, mask_zero=True)(tokens)
+    pooled = L.GlobalAveragePooling1D()(embedded)
+    outputs = [L.Dense(3, name="tags")(embedded), L.Dense(2, name="score")(pooled)]
 
-    def call(self, inputs: Any) -> Any:
-        return inputs
+    def whole(model: Any, batch: Any) -> Any:
+        x, (_, score) = batch
+        return SQUARES(score, model(x, training=True)[1])
+
+    return Training(keras.Model(tokens, outputs), sgd(), [None, "mse"], whole=whole)
 
 
-# Fails if a variable that only its penalty moves is left out, or its gradient goes to another.
-@pytest.mark.parametrize("options", [{}, {"shard_update": True}], ids=str)
-def test_a_penalty_trains_what_no_loss_reaches(options: Any) -> None:
-    expected = ByHand(of(Idle, SECOND), sgd, SQUARES).train(BATCHES)
-    run = Replicated(2, of(Idle, SECOND), sgd, "mse", **options)
-    assert_same(run.train(BATCHES), expected)
+# Fails if the head of an output without a loss moves, or is in the logs.
+def test_an_output_without_a_loss_and_its_head_without_gradient() -> None:
+    tokens = integers(9, 9, 4) * (np.arange(4) < integers(4, 9, 1) + 1)
+    batches = [(t, (g, y)) for t, g, y in cut((tokens, integers(3, 9, 4), Y), (5, 2, 7, 1))]
+    case = Case("two heads", two_heads, batches)
+    with pytest.warns(UserWarning, match=r"No gradient reaches some .*'tags/kernel', 'tags/bias'"):
+        result = on_replicas(case, strategy_of(3))
+    assert max(differences(result, on_one_device(case)).values()) <= EXACT
+    heads = [name for name in result.start if name.endswith(("tags/kernel", "tags/bias"))]
+    assert len(heads) == 2
+    for name in heads:
+        np.testing.assert_array_equal(result.start[name], result.end[name], name)
+    assert "tags_loss" not in result.logs[0]
 
 
 def test_nothing_to_train_is_said_and_the_loss_is_logged() -> None:
-    run = Replicated(2, of(lambda: L.Dense(2, trainable=False)), sgd, "mse")
+    step = step_on(2, of(lambda: L.Dense(2, trainable=False)), sgd, "mse")
     with pytest.warns(UserWarning, match="The model has no trainable variables"):
-        losses = run.train(BATCHES).losses
-    expected = [np.mean((run.model(x) - y) ** 2) for x, y in BATCHES]
+        losses = [float(step(batch)["loss"]) for batch in BATCHES]
+    expected = [np.mean((step.model(x) - y) ** 2) for x, y in BATCHES]
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert int(run.optimizer.iterations.numpy()) == 0
+    assert int(step.optimizer.iterations.numpy()) == 0
 
 
-# Losses that layers add: means over the rows, or one value per row, as Keras counts them ----------
+# Losses that layers add: as Keras counts them in tests/cases/losses.py ----------------------------
 
-ADDED: dict[str, Callable[[Any], Any]] = {
-    "a mean": lambda x: tf.reduce_mean(x * x),
-    "one value per row": lambda x: 0.1 * tf.reduce_mean(x * x, axis=-1),
-    "one value per row, with an axis": lambda x: 0.1 * tf.reduce_mean(x * x, -1, keepdims=True),
-    "a mean for each unit": lambda x: tf.reduce_mean(x * x, axis=0),
-    "no rows at all": lambda x: tf.constant(3.0),
-}
 NO_MEANS: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda x: 0.1 * tf.reduce_sum(x * x),
     "a sum for each unit": lambda x: 0.1 * tf.reduce_sum(x * x, axis=0),
@@ -165,69 +196,18 @@ NO_MEANS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Add(L.Layer):
-    """Adds a loss of what it is given."""
-
-    def __init__(self, function: Callable[[Any], Any], **options: Any) -> None:
-        super().__init__(**options)
-        self.function = function
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(self.function(inputs))
-        return inputs
-
-
-def adding(*functions: Any, dtype: str = "float32") -> Callable[[], keras.Model]:
-    """A block with dropout and a layer that adds a loss for each of the functions."""
-
-    def build() -> keras.Model:
-        layers: list[Any] = [keras.Input((5,), dtype=dtype)]
-        for i, function in enumerate(functions):
-            layers += [L.Dense(4, "tanh", dtype=dtype), L.Dropout(0.5, seed=i, dtype=dtype)]
-            layers += [Add(function, dtype=dtype)]
-        return keras.Sequential([*layers, L.Dense(2, dtype=dtype)])
-
-    return build
-
-
-# Fails if a mean is divided once more, a value per row counts as a mean, or either counts once for
-# each replica or part. In float64; the weights of each block tell which kind is wrong.
-def test_what_layers_add_counts_as_on_one_device() -> None:
-    batches = [tuple(array.astype("float64") for array in batch) for batch in BATCHES]
-    loss = keras.losses.MeanSquaredError(dtype="float64")
-    build = adding(*ADDED.values(), dtype="float64")
-    expected = ByHand(build, sgd, loss).train(batches)
-    run = Replicated(3, build, sgd, loss, micro_batches=2)
-    assert_same(run.train(batches), expected, weights=1e-13)
-
-
-# Fails if a loss that is no mean over the rows, and counts as one, is not told; or if it is
-# told on one replica in one piece, where it is what Keras makes of it.
+# Fails if a loss that is no mean over the rows, and counts as one, is not told. On one replica in
+# one piece it is what Keras makes of it: tests/cases/losses.py.
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_what_is_no_mean_is_told(name: str) -> None:
-    run = Replicated(2, adding(NO_MEANS[name]), sgd, SQUARES)
+    step = step_on(2, adding(NO_MEANS[name]), sgd, SQUARES)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=r"self\.add_loss\(values\) takes one"):
-        run.step((X, Y))
-    if name == "a sum":
-        hold(1, adding(NO_MEANS[name]), sgd, SQUARES, BATCHES)
+        step((X, Y))
 
 
-# Fails if an added loss of sparse rows, or of a layer that a forward calls, is lost, counted twice
-# or as another kind; or if that of another model counts.
-def test_whose_losses_count_and_for_which_batches() -> None:
-    critic = network(2, Add(ADDED["a mean"]))
-
-    def build() -> keras.Model:
-        layers = [L.Dense(2), Add(ADDED["a mean"])]
-        return network(5, *layers, sparse=True)
-
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        x, y = batch
-        dense, add = model.layers
-        critic(y)  # As in Keras, its losses are not those of the model.
-        return tmg.loss_sum("mse", y, add(dense(x)))
-
-    expected = ByHand(build, sgd, SQUARES).train(BATCHES)
-    assert_same(Replicated(3, build, sgd, None, forward=forward).train(BATCHES), expected)
-    sparse = [(tf.sparse.from_dense(x), y) for x, y in BATCHES]
-    assert_same(Replicated(3, build, sgd, SQUARES).train(sparse), expected)
+# Fails if a mean times its rows is formed in float16: 400 * 256 is over 65504.
+def test_a_penalty_in_float16_does_not_overflow() -> None:
+    large = lambda x: tf.reduce_mean(x) * 0.0 + tf.constant(400.0, x.dtype)  # noqa: E731
+    build = of(lambda: Add(large, dtype="mixed_float16"), lambda: L.Dense(2))
+    logs = step_on(2, build, sgd, "mse", loss_scale=1.0)((normal(256, 5), normal(256, 2)))
+    assert 400.0 < float(logs["loss"]) < 410.0

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, strategy_of
+from one_device import step_on, strategy_of
 from problems import network, networks
 
 import tfmultigpu as tmg
@@ -94,7 +94,7 @@ sgd = functools.partial(keras.optimizers.SGD, 0.02)
 
 
 def step_with(loss: Any, replicas: int = 2, **options: Any) -> Any:
-    return Replicated(replicas, dense, sgd, loss, verify=False, **options).step
+    return step_on(replicas, dense, sgd, loss, verify=False, **options)
 
 
 # Fails if the places of parts, or in what XLA compiles, are not those in the global batch.
@@ -295,5 +295,5 @@ def test_each_sum_is_searched_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
         return network(4, *inner)
 
     monkeypatch.setattr(selector, "get_backward_walk_ops", walk)
-    Replicated(2, build, sgd, "mse", verify=False).step(BATCH)
+    step_on(2, build, sgd, "mse", verify=False)(BATCH)
     assert 0 < max(visited) < 20, "a search goes through more than its own sum"

@@ -1,4 +1,7 @@
-"""Tables of embeddings with what else a training may have: chains, fit, mixed precision, files."""
+"""Tables of embeddings with what else a training may have: chains, fit, mixed precision, files.
+
+Sparse ids are in tests/cases/models.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from law.model import Training
+from law.plain import train_once
 from one_device import graph_of, strategy_of
 
 import tfmultigpu as tmg
@@ -22,12 +27,9 @@ Y = _random.normal(size=(22, 1)).astype("float32")
 MEMORY = {f"CPU:{i}": 4.0 * IDS * WIDTH for i in range(2)}
 
 
-def build(dtype: str = "float32", sparse: bool = False) -> Any:
+def build(dtype: str = "float32") -> Any:
     keras.utils.set_random_seed(2)
-    if sparse:
-        ids = keras.Input((3,), dtype="int32", sparse=True)
-    else:
-        ids = keras.Input((3,), dtype="int32")
+    ids = keras.Input((3,), dtype="int32")
     rows = layers.Embedding(IDS, WIDTH, dtype=dtype)(ids)
     hidden = layers.Dense(4, "tanh", dtype=dtype)(layers.Flatten()(rows))
     model = keras.Model(ids, layers.Dense(1, dtype="float32")(hidden))
@@ -46,12 +48,9 @@ def on_two(divided: bool, **options: Any) -> Any:
 
 def train_alone(model: Any, *batches: Any) -> None:
     """Trains on one device from dense gradients: Keras squares a repeated row before it adds."""
-    loss, variables = keras.losses.MeanSquaredError(), model.trainable_variables
-    for x, y in batches:
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-        gradients = [tf.convert_to_tensor(each) for each in tape.gradient(value, variables)]
-        model.optimizer.apply(gradients, variables)
+    training = Training(model, model.optimizer, keras.losses.MeanSquaredError())
+    for batch in batches:
+        train_once(training, batch)
 
 
 def assert_same(model: Any, expected: Any, atol: float = 1e-6) -> None:
@@ -100,18 +99,3 @@ def test_mixed_precision_casts_rows(divided: bool) -> None:
     assert not [op for op in casts if op.outputs[0].shape[0] in (IDS, 4104, 4105)]
     train_alone(expected, *2 * [(X[:7], Y[:7])])
     assert_same(model, expected, atol=2e-2)  # What bfloat16 rounds.
-
-
-# Fails if ids of a SparseTensor are looked up otherwise than by one device.
-@pytest.mark.parametrize("divided", [False, True])
-def test_sparse_ids(divided: bool) -> None:
-    def sparse(rows: Any) -> Any:
-        return tf.sparse.from_dense(rows)
-
-    expected, model = build(sparse=True), on_two(divided, sparse=True)
-    train_alone(expected, (sparse(X[:6]), Y[:6]))
-    step = tmg.make_train_step(model, model.optimizer, "mse", strategy_of(2), verify=False)
-    data = tf.data.Dataset.from_tensors((sparse(X[:6]), Y[:6]))
-    for shard in tmg.distribute_dataset(data, strategy_of(2)):
-        step(shard)
-    assert_same(model, expected)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated
+from one_device import step_on
 from problems import network, networks
 
 import tfmultigpu as tmg
@@ -33,7 +33,7 @@ def warned(call: Callable[[int], Any]) -> list[str]:
 # Fails if layers that freeze in turn make each step slow without a word.
 def test_layers_that_freeze_in_turn_are_named() -> None:
     build = networks(4, *[lambda: keras.layers.Dense(4)] * 6)
-    step = Replicated(2, build, keras.optimizers.SGD, "mse", verify=False).step
+    step = step_on(2, build, keras.optimizers.SGD, "mse", verify=False)
 
     def freeze(number: int) -> None:
         for other, layer in enumerate(step.model.layers):
@@ -92,7 +92,7 @@ def test_a_long_first_step_says_how_long_and_what_leaves_the_check_out(
     build = networks(4, Waits, lambda: keras.layers.Dense(4))
     with caplog.at_level(logging.WARNING, "tfmultigpu"):
         for _ in range(2):
-            Replicated(2, build, keras.optimizers.SGD, "mse").step((X, Y))
+            step_on(2, build, keras.optimizers.SGD, "mse")((X, Y))
     so_far, in_all = (record.getMessage() for record in caplog.records)
     assert so_far.startswith("The first step takes longer, because TensorFlow makes a graph")
     assert so_far.endswith(": 0 s so far. To leave the check out, write verify=False.")
@@ -101,7 +101,7 @@ def test_a_long_first_step_says_how_long_and_what_leaves_the_check_out(
 
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tfmultigpu"):
-        Replicated(2, build, keras.optimizers.SGD, "mse", verify=False).step((X, Y))
+        step_on(2, build, keras.optimizers.SGD, "mse", verify=False)((X, Y))
     so_far, in_all = (record.getMessage() for record in caplog.records)
     assert so_far.startswith("The first step with a new kind of batch takes longer")
     assert so_far.endswith(": 0 s so far.")

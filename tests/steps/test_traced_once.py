@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import Replicated, strategy_of
-from problems import networks
+from one_device import as_dataset, cut, step_on, strategy_of
+from problems import MIXED, X as ROWS, Y as LABELS, crossentropy, networks, sgd
 
 import tfmultigpu as tmg
 from tfmultigpu.steps import Feature, OneTrace
@@ -134,7 +134,7 @@ def test_a_loop_whose_batch_is_not_kept_says_that_an_error_is_lost() -> None:
         return tf.gather(predictions[0], tf.cast(labels[:, 0], tf.int32) + 7) + predictions[:, 0]
 
     build, options = networks(4, lambda: L.Dense(2)), {"verify": False, "features": [OneTrace()]}
-    step = Replicated(2, build, keras.optimizers.SGD, out_of_range, **options).step
+    step = step_on(2, build, keras.optimizers.SGD, out_of_range, **options)
     data = tmg.distribute_dataset((X[:6, 0], Y[:6, None]), step.strategy, batch_size=3)
     with forcing_addition(in_memory=False), pytest.raises(ERRORS) as first:
         step.run(iter(data), 2)
@@ -180,3 +180,42 @@ def test_a_refusal_that_a_layer_catches_holds() -> None:
         )
         losses.append(float(step((x, y))["loss"]))
     assert losses == [0.5, 0.5]
+
+
+# Fails if another size of a batch, number of steps or pass over the data costs a trace.
+def test_one_trace_whatever_the_batch_sizes():
+    traced = []
+
+    class Counted(keras.layers.Layer):
+        def call(self, inputs):
+            traced.append(1)
+            tf.debugging.assert_positive(tf.shape(inputs)[0])  # No part is without rows.
+            return inputs
+
+    build, options = networks(6, Counted, lambda: keras.layers.Dense(4)), {"micro_batches": 2}
+    step = step_on(2, build, sgd, crossentropy(), verify=False, **options)
+    strategy = step.strategy
+    traced.clear()
+    batches = cut((ROWS, LABELS), MIXED)
+    step(batches[0])
+    once = len(traced)
+    # A loop over micro-batches may be tried once more when its first guess was wrong.
+    assert once in (2, 4)
+    for batch in batches:
+        step(batch)
+    for batch in batches:
+        step(tuple(tf.constant(part) for part in batch))
+    assert len(traced) == once, "whole batches of other sizes were traced again"
+    data = tmg.distribute_dataset(as_dataset(batches), strategy)
+    for batch in data:
+        step(batch)
+    shards = len(traced)
+    for batch in tmg.distribute_dataset(as_dataset(batches[::-1]), strategy):
+        step(batch)
+    assert len(traced) == shards, "shards of other sizes were traced again"
+    iterator = iter(data)
+    step.run(iterator, 3)
+    many = len(traced)
+    step.run(iterator, 5)
+    step.run(iter(data), 50)
+    assert len(traced) == many, "another number of steps, or another pass, was traced again"

@@ -8,8 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases.options import running_eagerly
 from law.model import batches_of
 from law.pair import Row, dataset_of
+from one_device import step_on
+from problems import X, Y, crossentropy, mlp, sgd
 
 import tfmultigpu as tmg
 from tfmultigpu.steps import batches as batches_module, pace, runner
@@ -126,3 +129,12 @@ def test_a_batch_whose_rows_differ_is_told_on_one_replica_too() -> None:
     for _ in range(10):
         with pytest.raises(tmg.errors.DataError, match="rows 8, 7"):
             step((np.ones([8, 2], "float32"), np.ones([7, 1], "float32")))
+
+
+# Fails if a call of several steps ends elsewhere, or counts otherwise, where functions run eagerly.
+def test_a_call_of_several_steps_runs_eagerly() -> None:
+    data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9])).batch(4)
+    with running_eagerly():
+        step = step_on(2, mlp, sgd, crossentropy(), micro_batches=2)
+        logs = step.run(iter(data), 5)
+    assert (int(logs["steps"]), float(logs["weight"])) == (3, 9.0)

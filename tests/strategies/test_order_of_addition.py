@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import step_on, strategy_of
+from problems import W, X, Y, crossentropy, mlp, sgd
 
-from tfmultigpu.strategies.collectives import meetings_in_pairs, sum_on_devices
+from tfmultigpu.strategies.collectives import (
+    forcing_addition,
+    meetings_in_pairs,
+    replicas_share_memory,
+    sum_on_devices,
+)
 
 # Each order of these has another sum: beside the large ones the small ones are lost.
 PARTS = [1e16, 1.0, -1e16, 3.0]
@@ -61,3 +68,22 @@ def test_workers_add_in_the_tree_of_one_process(workers: int) -> None:
         sent += 1
     assert set(sums) == {tree(leaves)}
     assert sent == (workers - 1).bit_length()
+
+
+# Fails if replicas meet more than once in a step, however often they add; on GPUs that is one
+# all-reduce. What both ways give is in tests/cases/options.py.
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_each_way_to_add_is_really_taken(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def counting(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
+    with forcing_addition(in_memory=in_memory):
+        assert replicas_share_memory(strategy_of(2)) == in_memory
+        step = step_on(2, mlp, sgd, crossentropy(), verify=False, micro_batches=4)
+        step((X[:20], Y[:20], W[:20]))
+    assert len(calls) == (0 if in_memory else 2)  # Once on each replica.

@@ -185,3 +185,13 @@ def test_data_for_another_number_of_replicas(cut: int, run: int, compiled: bool)
     (batch,) = tmg.distribute_dataset(X, other, batch_size=7)
     with pytest.raises(tmg.errors.DataError, match=rf"run of \w+ with {run} .* another number"):
         (tf.function(count, autograph=False) if compiled else count)(batch)
+
+
+def test_the_strategy_in_scope_is_the_default() -> None:
+    strategy = two()
+    with strategy.scope():
+        model = build()
+        step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
+        data = tmg.distribute_dataset((X, Y), batch_size=4)
+    assert step.strategy is strategy
+    assert [float(step(batch)["weight"]) for batch in data] == [4.0, 3.0]

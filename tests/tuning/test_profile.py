@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import pytest
-from one_device import Replicated
+from one_device import step_on
 from problems import networks, normal_rows
 
 import tfmultigpu as tmg
@@ -19,14 +19,14 @@ Y = X.sum(1, keepdims=True)
 PROFILE = StepProfile(10, 2, 64.0, 3.0, 0.001, 0.009, 0.001, 0.001)
 
 
-def step_on(replicas: int) -> Any:
+def profiled(replicas: int) -> Any:
     build = networks(5, lambda: keras.layers.Dense(4), lambda: keras.layers.Dense(1))
-    return Replicated(replicas, build, lambda: keras.optimizers.Adam(0.01), "mse").step
+    return step_on(replicas, build, lambda: keras.optimizers.Adam(0.01), "mse")
 
 
 # Fails if a part is measured by another clock, or steps are trained that are not said.
 def test_a_profile_of_two_replicas() -> None:
-    step = step_on(2)
+    step = profiled(2)
     data = tmg.distribute_dataset((X, Y), step.strategy, batch_size=5)
     begin = time.perf_counter()
     profile = profile_step(step, data, 6)
@@ -44,14 +44,14 @@ def test_waiting_for_data_is_seen() -> None:
             time.sleep(0.2)
             yield X, Y
 
-    profile = profile_step(step_on(1), tmg.distribute_dataset(slowly), 2)
+    profile = profile_step(profiled(1), tmg.distribute_dataset(slowly), 2)
     assert profile.input >= 0.1
     assert profile.advice.startswith("[input-bound]")
     assert profile.all_reduce == 0
 
 
 def test_what_cannot_be_profiled_says_so(subtests: pytest.Subtests) -> None:
-    step = step_on(1)
+    step = profiled(1)
     for steps in (0, None, 1.5):
         with (
             subtests.test(steps=steps),

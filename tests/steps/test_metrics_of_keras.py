@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from case import SIZES, cut
+from cases.case import SIZES, cut
 from one_device import strategy_of
 from problems import integers, normal
 

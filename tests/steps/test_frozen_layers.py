@@ -8,7 +8,10 @@ from typing import Any
 
 import keras
 import pytest
-from one_device import ByHand, Replicated, cut, difference
+from law.model import Training
+from law.pair import assert_replicas_agree
+from law.plain import train_once
+from one_device import SEED, cut, difference, step_on
 from problems import network, normal_rows
 
 X, Y = normal_rows(16, 4, 2, seed=21)
@@ -38,27 +41,27 @@ def freeze(model: keras.Model, frozen: set[tuple[int, int]], step: int) -> None:
         layer.trainable = (i, step) not in frozen
 
 
-def train(run: Any, step: Callable[[Any], Any], frozen: set[tuple[int, int]]) -> list[Any]:
+def train(training: Any, step: Callable[[Any], Any], frozen: set[tuple[int, int]]) -> list[Any]:
     """All variables of model and optimizer after each step."""
-    found = []
+    after = []
     for i, batch in enumerate(BATCHES):
-        freeze(run.model, frozen, i)
+        freeze(training.model, frozen, i)
         step(batch)
-        both = [*run.model.variables, *run.optimizer.variables]
-        found.append([variable.numpy() for variable in both])
-    return found
+        both = [*training.model.variables, *training.optimizer.variables]
+        after.append([variable.numpy() for variable in both])
+    return after
 
 
 def on_one_device(make: Callable[[], Any], frozen: set[tuple[int, int]]) -> list[Any]:
-    device = ByHand(functools.partial(constrained, frozen), make, LOSS)
-    device.model(X)
-    device.optimizer.build(device.model.trainable_variables)
+    keras.utils.set_random_seed(SEED)
+    alone = Training(constrained(frozen), make(), LOSS)
+    alone.optimizer.build(alone.model.trainable_variables)
 
     def step(batch: Any) -> None:
-        if device.model.trainable_variables:  # As Keras' fit asks.
-            device.step(batch)
+        if alone.model.trainable_variables:  # As Keras' fit asks.
+            train_once(alone, batch)
 
-    return train(device, step, frozen)
+    return train(alone, step, frozen)
 
 
 @pytest.mark.filterwarnings("ignore:The model has no trainable variables")
@@ -81,10 +84,11 @@ def test_averages_go_on_and_overwrite(
 
     when = FROZEN[frozen]
     expected = on_one_device(make, when)
-    run = Replicated(replicas, lambda: constrained(when), make, "mse", shard_update=shard)
-    for i, (one, other) in enumerate(zip(train(run, run.step, when), expected, strict=True)):
+    step = step_on(replicas, lambda: constrained(when), make, "mse", shard_update=shard)
+    for i, (one, other) in enumerate(zip(train(step, step, when), expected, strict=True)):
         assert difference(one, other) <= 2e-6, f"step {i}"
-    run.assert_replicas_agree()
+    trained = [*step.model.trainable_variables, *step.optimizer.variables]
+    assert_replicas_agree(step.strategy, trained)
     if frozen == "one, later" and overwrite:
         # The fourth update overwrites what was frozen before the third.
         assert difference(expected[3][:1], expected[2][:1]) > 1e-4
@@ -95,14 +99,14 @@ def test_all_frozen_from_the_first_step_trains_when_thawed() -> None:
     """Keras does not build an optimizer before it has something to train."""
     everything = {(layer, 0) for layer in range(3)}
     make = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
-    run = Replicated(2, lambda: constrained(everything), make, "mse", shard_update=True)
-    before = [variable.numpy() for variable in run.model.variables]
-    assert float(run.step(BATCHES[0])["gradient_norm"]) == 0.0
-    assert difference([variable.numpy() for variable in run.model.variables], before) == 0.0
-    freeze(run.model, everything, 1)
+    step = step_on(2, lambda: constrained(everything), make, "mse", shard_update=True)
+    before = [variable.numpy() for variable in step.model.variables]
+    assert float(step(BATCHES[0])["gradient_norm"]) == 0.0
+    assert difference([variable.numpy() for variable in step.model.variables], before) == 0.0
+    freeze(step.model, everything, 1)
     for batch in BATCHES:
-        run.step(batch)
+        step(batch)
     expected = on_one_device(make, set())[-1]
-    both = [*run.model.variables, *run.optimizer.variables]
+    both = [*step.model.variables, *step.optimizer.variables]
     assert difference([variable.numpy() for variable in both], expected) <= 2e-6
-    assert run.step.update.owned
+    assert step.update.owned

@@ -1,0 +1,17 @@
+"""The table: all cases, by subject."""
+
+from __future__ import annotations
+
+from cases import images, layers, losses, models, optimizers, options, sharded, touching_rows
+
+SUBJECTS = {
+    "layers": layers.CASES,
+    "images": images.CASES,
+    "models": models.CASES,
+    "losses": losses.CASES,
+    "optimizers": optimizers.CASES,
+    "options": options.CASES,
+    "sharded variables": sharded.CASES,
+    "rows that touch": touching_rows.CASES,
+}
+CASES = [case for cases in SUBJECTS.values() for case in cases]
