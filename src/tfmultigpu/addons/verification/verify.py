@@ -356,7 +356,7 @@ class Verify(Feature):
         device = self._device
         if device is None or device.key != step.key():
             device = OneDevice(step, self._measure, self._kept)
-        device.trace(whole, program)
+        device.way(whole, program)
         return _One(device, {}, whole, local, places, program, arguments, not self._saw_update)
 
     def _run(self, one: _One) -> _One:
