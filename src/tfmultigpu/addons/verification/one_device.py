@@ -34,13 +34,13 @@ Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Way:
+class _Computation:
     """How one device computes a batch.
 
     Attributes:
         trace: What the step found.
         touched: The state that is changed.
-        function: The concrete function of one device; or that of a replica, which serves as it is.
+        function: The concrete function of one device, or the function of a replica.
         compute: Returns what there is for a batch.
     """
 
@@ -91,7 +91,7 @@ class OneDevice:
         self._known: Trace | None = None
         # By their graphs: batches of another structure are traced by themselves.
         self._traces: dict[Any, tuple[Trace, Touched]] = {}
-        self._way: _Way | None = None
+        self._last: _Computation | None = None
         self.updated: list[KerasVariable] = []
         self.smooth = 0
         if _update_is_known(step):
@@ -104,17 +104,15 @@ class OneDevice:
     @property
     def states(self) -> list[KerasVariable]:
         """The states that layers and metrics assign; known once run."""
-        return [] if self._way is None else self._way.trace.state
+        return [] if self._last is None else self._last.trace.state
 
     def named(self, logs: Any) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
         if not self.twin.names:
             return numbered("output", dense(logs))
-        named = dict(logs)
-        named.pop("steps", None)
-        return named
+        return {name: value for name, value in logs.items() if name != "steps"}
 
-    def way(self, batch: Shard, program: Program) -> _Way:
+    def computation(self, batch: Shard, program: Program) -> _Computation:
         """Returns how a batch is computed, traced if it was not and has to be; nothing runs.
 
         The function of a replica, traced already, serves for the batch in one piece as well. Within
@@ -122,16 +120,15 @@ class OneDevice:
         """
         known = None if self._by_itself else program.trace
         if known is not None:
-            shards = self._shards(batch)._replace(factor=phases.loss_factor(self.twin.features))
-            if serves_one_device(known, shards):
+            factor = phases.loss_factor(self.twin.features)
+            if serves_one_device(known, _in_one_piece(batch)._replace(factor=factor)):
                 trace = Trace(known=known)
                 trace.note_known()
                 look = functools.partial(self._look, trace)
-                return _Way(trace, self.step.runner.touched, known.functions[0], look)
+                return _Computation(trace, self.step.runner.touched, known.functions[0], look)
         self._known = known
-        specs = tf.nest.map_structure(any_rows, batch)
-        concrete = self._function.get_concrete_function(specs)
-        return _Way(*self._traces[concrete.graph], concrete, concrete)
+        concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+        return _Computation(*self._traces[concrete.graph], concrete, concrete)
 
     def run(
         self,
@@ -149,18 +146,18 @@ class OneDevice:
             move: Returns what a variable begins at in place of its value.
             updates: Whether what the update changes is among the arrays.
         """
-        way = self._way = self.way(batch, program)
-        with self.kept.putting_back(way.function, program.run) as before:
+        computation = self._last = self.computation(batch, program)
+        with self.kept.putting_back(computation.function, program.run) as before:
             if move is not None:
                 for number, each in enumerate(before):
                     each.contents.assign(move(number, each.handle, each.value))
             self.begin(before, program)
-            logs, state, *gradients = way.compute(batch)
-            self.own = self._own_variables(way)
+            logs, state, *gradients = computation.compute(batch)
+            self.own = self._own_variables(computation)
             numbers: dict[str, Any] = self.named(logs) | numbered("state", state)
             numbers |= numbered("own", map(tf.identity, self.own))
             if self.updated and updates:
-                self._update(way.trace, gradients[0], state)
+                self._update(computation.trace, gradients[0], state)
                 for i, variable in enumerate(self.updated):
                     first = copies_of(self.strategy, variable)[0]
                     numbers[f"update {i}"] = self.measure(first)
@@ -189,8 +186,8 @@ class OneDevice:
                 for copy in others:
                     copy.assign(first)
         summed: set[int] = set()  # What logical replicas add to begins at zero on one device.
-        assert self._way is not None
-        for state in self._way.trace.begin_at_zero:
+        assert self._last is not None
+        for state in self._last.trace.begin_at_zero:
             for copy in copies_of(self.strategy, state):
                 summed.add(id(copy.handle))
         alike: set[int] = set()
@@ -224,12 +221,12 @@ class OneDevice:
                 alike += copies_of(self.strategy, state)
         return alike
 
-    def _own_variables(self, way: _Way) -> list[tf.Variable]:
+    def _own_variables(self, computation: _Computation) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
-        assigned = set(map(id, way.touched.assigned))
+        assigned = set(map(id, computation.touched.assigned))
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
@@ -238,7 +235,7 @@ class OneDevice:
         for variable in known:
             for copy in copies_of(self.strategy, variable):
                 assigned.discard(id(copy.handle))
-        return [each for each in way.function.variables if id(each.handle) in assigned]
+        return [each for each in computation.function.variables if id(each.handle) in assigned]
 
     def moved(
         self, batch: Shard, program: Program, rounding: float, *, scales: bool, updates: bool
@@ -290,15 +287,11 @@ class OneDevice:
 
     def _look(self, trace: Trace, batch: Shard) -> tuple[Tensor, ...]:
         with sharing_seeds(self.strategy):
-            looked = self.twin.look(self._shards(batch), trace)
+            looked = self.twin.look(_in_one_piece(batch), trace)
         if not self.twin.names:
             return looked, ()
         tally, (first, *_), *gradients = looked
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
-
-    def _shards(self, batch: Shard) -> Shards:
-        strategy = self.twin.strategy
-        return shards_of(strategy, *cut_batch(strategy, batch))
 
     def _update(self, trace: Trace, gradient: Gradient, state: Sequence[Tensor]) -> None:
         """Updates the first copy of each variable; not in a trace, which would take longer."""
@@ -310,6 +303,11 @@ class OneDevice:
         with self.step.update.on_first():
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
+
+
+def _in_one_piece(batch: Shard) -> Shards:
+    strategy = tf.distribute.get_strategy()
+    return shards_of(strategy, *cut_batch(strategy, batch))
 
 
 def _update_is_known(step: Any) -> bool:
