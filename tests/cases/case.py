@@ -199,5 +199,5 @@ def _hold_told(case: Case, strategy: tf.distribute.Strategy) -> None:
     said = [str(w.message) for w in caught if w.category is tmg.ReplicaDependenceWarning]
     assert said, f"{case.name}: no warning"
     assert case.told in "; ".join(said), f"{case.name}: {said}"
-    moved = max(_apart(value, truth.start[name]) for name, value in truth.end.items())
+    moved = max(_apart(truth.start[name], value) for name, value in truth.end.items())
     assert max(apart.values()) > 1e-4 * moved, f"{case.name}: a false alarm: {said}"

@@ -1,15 +1,12 @@
-"""Options of a step where it is run otherwise: replicas add by collectives, or functions eagerly.
+"""Options of a step whose replicas add by collectives, as GPUs do.
 
 Added in memory they are in tests/promises, with every feature on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
-import tensorflow as tf
 from law.model import Training
 from one_device import cut
 from problems import MIXED, W, X, Y, crossentropy, mlp, sgd
@@ -22,15 +19,6 @@ def clipped() -> Training:
     return Training(mlp(l2=0.05), sgd(), crossentropy("mean_with_sample_weight"), clip_norm=0.3)
 
 
-@contextlib.contextmanager
-def running_eagerly() -> Iterator[None]:
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(False)
-
-
 by_collectives = functools.partial(forcing_addition, in_memory=False)
 SCALED = {"micro_batches": 2, "loss_scale": 1024.0}
 OWNED = {"micro_batches": 3, "shard_update": True}
@@ -38,5 +26,4 @@ BATCHES = cut((X, Y, W), MIXED)
 CASES = [
     Case("a loss scale", clipped, BATCHES, SCALED, replicas=(4,), within=by_collectives),
     Case("owners", clipped, BATCHES, OWNED, replicas=(3,), within=by_collectives),
-    Case("eager functions", clipped, BATCHES[:4], {"micro_batches": 2}, within=running_eagerly),
 ]

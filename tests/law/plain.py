@@ -69,7 +69,8 @@ def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, 
     pairs = zip(tape.gradient(scaled, variables), variables, strict=True)
     pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
     gradients = [tf.convert_to_tensor(g) if dense else g for g, _ in pairs]
-    norm = tf.linalg.global_norm(gradients)
+    scale = training.optimizer.scale_loss(tf.ones([]))  # Which an update may change.
+    norm = tf.linalg.global_norm(gradients) / tf.cast(scale, gradients[0].dtype)
     if training.clip_norm is not None:
         gradients, _ = tf.clip_by_global_norm(gradients, training.clip_norm)
     training.optimizer.apply(gradients, [variable for _, variable in pairs])
@@ -79,8 +80,7 @@ def train_once(training: Training, batch: Any, dense: bool = True) -> dict[str, 
                 metric.update_state(y, outputs)
             else:
                 metric.update_state(y[name], outputs[name])
-    scale = training.optimizer.scale_loss(tf.ones([]))
-    return {"loss": loss, "gradient_norm": norm / tf.cast(scale, norm.dtype)}
+    return {"loss": loss, "gradient_norm": norm}
 
 
 def plain_loss(loss: Any, y: Any, outputs: Any, weights: Any = None) -> Any:

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases.options import running_eagerly
-from law.model import batches_of
+from cases.case import EXACT, Case, on_one_device
+from law.model import Training, batches_of
 from law.pair import Row, dataset_of
-from one_device import step_on
+from one_device import cut, difference, step_on
 from problems import X, Y, crossentropy, mlp, sgd
 
 import tfmultigpu as tmg
@@ -131,10 +131,20 @@ def test_a_batch_whose_rows_differ_is_told_on_one_replica_too() -> None:
             step((np.ones([8, 2], "float32"), np.ones([7, 1], "float32")))
 
 
-# Fails if a call of several steps ends elsewhere, or counts otherwise, where functions run eagerly.
-def test_a_call_of_several_steps_runs_eagerly() -> None:
-    data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9])).batch(4)
-    with running_eagerly():
+# Fails if a step, or a call of several, gives or counts something else where functions run eagerly.
+def test_functions_that_run_eagerly() -> None:
+    batches = cut((X, Y), (7, 2, 16, 1, 5))
+    case = Case("eager", lambda: Training(mlp(), sgd(), crossentropy()), batches)
+    expected = [*on_one_device(case).end.values()]
+    tf.config.run_functions_eagerly(True)
+    try:
         step = step_on(2, mlp, sgd, crossentropy(), micro_batches=2)
+        for batch in batches:
+            step(batch)
+        weights = step.model.get_weights()
+        data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9])).batch(4)
         logs = step.run(iter(data), 5)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert difference(weights, expected[: len(weights)]) <= EXACT
     assert (int(logs["steps"]), float(logs["weight"])) == (3, 9.0)
