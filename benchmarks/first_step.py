@@ -104,6 +104,10 @@ def build(network: str, dropout: float = 0.0) -> Any:
         return keras.applications.ResNet50(
             weights=None, input_shape=(32, 32, 3), classes=10, classifier_activation=None
         )
+    if network == "mobilenet_v2":
+        return keras.applications.MobileNetV2(
+            weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None
+        )
     if network == "mlp":
         hidden = [layers.Dense(64, "relu"), layers.Dense(64, "relu")]
         return keras.Sequential([keras.Input((32,)), *hidden, layers.Dense(10)])
@@ -129,7 +133,7 @@ def _batch(network: str) -> tuple[np.ndarray, np.ndarray]:
     labels = (np.arange(BATCH) % 2).astype("int32")
     if network == "transformer":
         return random.integers(0, 100, (BATCH, 16)).astype("int32"), labels
-    images = {"resnet50": (32, 32, 3), "activations": (128, 128, 3)}
+    images = {"resnet50": (32, 32, 3), "mobilenet_v2": (64, 64, 3), "activations": (128, 128, 3)}
     shape = BATCH, *images.get(network, (32,))
     return random.normal(size=shape).astype("float32"), labels
 

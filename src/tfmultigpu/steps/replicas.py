@@ -26,6 +26,7 @@ from tfmultigpu.steps.traced_once import (
     TracedOnce,
     call_on_one_device,
     needs_one_function,
+    serves_one_device,
     why_each,
 )
 from tfmultigpu.steps.values import Phase, Replica, Rows, Shards, Trace
@@ -78,11 +79,9 @@ def traced_once(
     """
     if step.logical_replicas is not None:
         return _each_logical(step, step.logical_replicas, replica, shards, trace)
-    if trace.known is not None:  # One device, of which the replicas have a trace already.
-        result = call_on_one_device(trace.known, shards)
-        if result is not None:
-            trace.note_known()
-            return [result]
+    if trace.known is not None and serves_one_device(trace.known, shards):
+        trace.note_known()
+        return [call_on_one_device(trace.known, shards)]
     trace.note_why_each(why_each(step.strategy, step.features, step.model))
     if not trace.why_each:
         once = TracedOnce(step.strategy, replica, shards)

@@ -283,31 +283,42 @@ def _asked_by_us() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
-def call_on_one_device(known: Trace, shards: Shards) -> Any:
-    """Returns what a replica would return for a whole batch, with the first copy of each variable.
+def serves_one_device(known: Trace, shards: Shards) -> bool:
+    """Returns whether the function of a replica serves for a whole batch on one device.
 
     Args:
         known: The trace of the same step on replicas.
         shards: The batch in one piece.
-
-    Returns:
-        What the function of ``known`` returns; None if one device needs a trace of its own.
     """
     if not known.functions or known.counts_replicas:
-        return None
+        return False
+    specs, _ = known.functions[0].structured_input_signature
+    return _fit(_whole(specs, shards), specs)
+
+
+def call_on_one_device(known: Trace, shards: Shards) -> Any:
+    """Returns what a replica would return for a whole batch, with the first copy of each variable.
+
+    Args:
+        known: A trace that ``serves_one_device``.
+        shards: The batch in one piece.
+    """
     function = known.functions[0]
     specs, _ = function.structured_input_signature
+    if tf.inside_function():
+        graph: Any = tf.compat.v1.get_default_graph()
+        for variable in function.variables:
+            graph.watch_variable(variable)  # As a read would.
+    outputs = call(function, tensors_in(_whole(specs, shards)), function.captured_inputs)
+    return packed(function.structured_outputs, outputs)
+
+
+def _whole(specs: Any, shards: Shards) -> tuple[Any, ...]:
+    """Returns the arguments of the function of a replica for a batch in one piece."""
     (local,), (rows,), (state,) = shards.local, shards.rows, shards.state
     parts = None if specs[1].parts is None else tf.ones([], tf.int64)
     rows = rows._replace(weight=tf.ones([], tf.float64), parts=parts)
-    args = local, rows, state, shards.factor, shards.total
-    if not _fit(args, specs):
-        return None
-    graph: Any = tf.compat.v1.get_default_graph()
-    for variable in function.variables:
-        graph.watch_variable(variable)  # As a read would.
-    outputs = call(function, tensors_in(args), function.captured_inputs)
-    return packed(function.structured_outputs, outputs)
+    return local, rows, state, shards.factor, shards.total
 
 
 def _fit(args: Any, specs: Any) -> bool:

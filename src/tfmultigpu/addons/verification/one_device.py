@@ -23,8 +23,9 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.program import Program
+from tfmultigpu.steps.traced_once import serves_one_device
 from tfmultigpu.steps.train import TrainStep
-from tfmultigpu.steps.values import Gradient, Trace
+from tfmultigpu.steps.values import Gradient, Shards, Trace
 from tfmultigpu.strategies.row_parts import copies_of, units_of
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tensor
@@ -32,23 +33,21 @@ from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tens
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
 
 
-@dataclasses.dataclass(eq=False)
-class _Traced:
-    """What a trace found.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Computation:
+    """How one device computes a batch.
 
     Attributes:
         trace: What the step found.
-        touched: The state that it changes, and the variables that it uses.
-        variables: The variables that its gradient is for.
+        touched: The state that is changed.
+        function: The concrete function of one device, or the function of a replica.
+        compute: Returns what there is for a batch.
     """
 
     trace: Trace
     touched: Touched
-    variables: tuple[KerasVariable, ...] = ()
-
-    def note_variables(self, variables: tuple[KerasVariable, ...]) -> None:
-        """Notes the variables that the gradient is for."""
-        self.variables = variables
+    function: Any
+    compute: Callable[[Shard], Any]
 
 
 class OneDevice:
@@ -86,13 +85,13 @@ class OneDevice:
         self.twin = step.on_one_device()
         if features:
             self.twin = self.twin.with_features([*self.twin.features, *features])
-        self._function: Any = tf.function(self._look, autograph=False, reduce_retracing=True)
+        self._function: Any = tf.function(self._traced, autograph=False, reduce_retracing=True)
         self.own: list[tf.Variable] = []
         self._begins_at_ones = False
         self._known: Trace | None = None
         # By their graphs: batches of another structure are traced by themselves.
-        self._traces: dict[Any, _Traced] = {}
-        self._ran = _Traced(Trace(), Touched())
+        self._traces: dict[Any, tuple[Trace, Touched]] = {}
+        self._last: _Computation | None = None
         self.updated: list[KerasVariable] = []
         self.smooth = 0
         if _update_is_known(step):
@@ -105,20 +104,31 @@ class OneDevice:
     @property
     def states(self) -> list[KerasVariable]:
         """The states that layers and metrics assign; known once run."""
-        return self._ran.trace.state
+        return [] if self._last is None else self._last.trace.state
 
     def named(self, logs: Any) -> dict[str, Tensor]:
         """Returns tensors by name: logs as they are, without their steps, or predictions."""
         if not self.twin.names:
             return numbered("output", dense(logs))
-        named = dict(logs)
-        named.pop("steps", None)
-        return named
+        return {name: value for name, value in logs.items() if name != "steps"}
 
-    def trace(self, batch: Shard, program: Program) -> Any:
-        """Returns what computes a batch, traced if it was not; nothing runs."""
-        self._known = None if self._by_itself else program.trace
-        return self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+    def computation(self, batch: Shard, program: Program) -> _Computation:
+        """Returns how a batch is computed, traced if it was not and has to be; nothing runs.
+
+        The function of a replica, traced already, serves for the batch in one piece as well. Within
+        another function TensorFlow would prepare it twice.
+        """
+        known = None if self._by_itself else program.trace
+        if known is not None:
+            factor = phases.loss_factor(self.twin.features)
+            if serves_one_device(known, _in_one_piece(batch)._replace(factor=factor)):
+                trace = Trace(known=known)
+                trace.note_known()
+                look = functools.partial(self._look, trace)
+                return _Computation(trace, self.step.runner.touched, known.functions[0], look)
+        self._known = known
+        concrete = self._function.get_concrete_function(tf.nest.map_structure(any_rows, batch))
+        return _Computation(*self._traces[concrete.graph], concrete, concrete)
 
     def run(
         self,
@@ -136,19 +146,18 @@ class OneDevice:
             move: Returns what a variable begins at in place of its value.
             updates: Whether what the update changes is among the arrays.
         """
-        concrete = self.trace(batch, program)
-        self._ran = self._traces[concrete.graph]
-        with self.kept.putting_back(concrete, program.run) as before:
+        computation = self._last = self.computation(batch, program)
+        with self.kept.putting_back(computation.function, program.run) as before:
             if move is not None:
                 for number, each in enumerate(before):
                     each.contents.assign(move(number, each.handle, each.value))
             self.begin(before, program)
-            logs, state, *gradients = concrete(batch)
-            self.own = self._own_variables()
+            logs, state, *gradients = computation.compute(batch)
+            self.own = self._own_variables(computation)
             numbers: dict[str, Any] = self.named(logs) | numbered("state", state)
             numbers |= numbered("own", map(tf.identity, self.own))
             if self.updated and updates:
-                self._update(gradients[0], state)
+                self._update(computation.trace, gradients[0], state)
                 for i, variable in enumerate(self.updated):
                     first = copies_of(self.strategy, variable)[0]
                     numbers[f"update {i}"] = self.measure(first)
@@ -177,7 +186,8 @@ class OneDevice:
                 for copy in others:
                     copy.assign(first)
         summed: set[int] = set()  # What logical replicas add to begins at zero on one device.
-        for state in self._ran.trace.begin_at_zero:
+        assert self._last is not None
+        for state in self._last.trace.begin_at_zero:
             for copy in copies_of(self.strategy, state):
                 summed.add(id(copy.handle))
         alike: set[int] = set()
@@ -211,13 +221,12 @@ class OneDevice:
                 alike += copies_of(self.strategy, state)
         return alike
 
-    def _own_variables(self) -> list[tf.Variable]:
+    def _own_variables(self, computation: _Computation) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.
 
         The replicas assign the same ones, or copies of them, of which the first is compared.
         """
-        touched = self._ran.touched
-        assigned = set(map(id, touched.assigned))
+        assigned = set(map(id, computation.touched.assigned))
         model = self.step.model
         known = [*model.variables, *self.states, *self.updated]
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
@@ -226,7 +235,7 @@ class OneDevice:
         for variable in known:
             for copy in copies_of(self.strategy, variable):
                 assigned.discard(id(copy.handle))
-        return [each for each in touched.variables if id(each.handle) in assigned]
+        return [each for each in computation.function.variables if id(each.handle) in assigned]
 
     def moved(
         self, batch: Shard, program: Program, rounding: float, *, scales: bool, updates: bool
@@ -270,31 +279,35 @@ class OneDevice:
             arrays.append(still | changed)
         return arrays
 
-    def _look(self, batch: Shard) -> tuple[Tensor, ...]:
-        # What replicas call, traced already, serves for the batch in one piece as well.
-        traced = _Traced(Trace(known=self._known), Touched())
-        self._traces[tf.compat.v1.get_default_graph()] = traced
-        strategy = self.twin.strategy
-        with sharing_seeds(self.strategy), traced.touched.noting():
-            shards = shards_of(strategy, *cut_batch(strategy, batch))
-            looked = self.twin.look(shards, traced.trace)
+    def _traced(self, batch: Shard) -> tuple[Tensor, ...]:
+        trace, touched = Trace(known=self._known), Touched()
+        self._traces[tf.compat.v1.get_default_graph()] = trace, touched
+        with touched.noting():
+            return self._look(trace, batch)
+
+    def _look(self, trace: Trace, batch: Shard) -> tuple[Tensor, ...]:
+        with sharing_seeds(self.strategy):
+            looked = self.twin.look(_in_one_piece(batch), trace)
         if not self.twin.names:
             return looked, ()
         tally, (first, *_), *gradients = looked
-        for gradient in gradients:
-            traced.note_variables(gradient.variables)
         return tally.logs(), first.state, *[each._replace(variables=()) for each in gradients]
 
-    def _update(self, gradient: Gradient, state: Sequence[Tensor]) -> None:
+    def _update(self, trace: Trace, gradient: Gradient, state: Sequence[Tensor]) -> None:
         """Updates the first copy of each variable; not in a trace, which would take longer."""
         for variable, value in zip(self.states, state, strict=True):
             if variable.trainable:  # As SpectralNormalization assigns the weight of a layer.
                 variable.assign(value)
-        gradient = gradient._replace(variables=self._ran.variables)
+        gradient = gradient._replace(variables=trace.updated)
 
         with self.step.update.on_first():
             phases.update(self.step.update, gradient)
         phases.advance(self.step.features, gradient, [])
+
+
+def _in_one_piece(batch: Shard) -> Shards:
+    strategy = tf.distribute.get_strategy()
+    return shards_of(strategy, *cut_batch(strategy, batch))
 
 
 def _update_is_known(step: Any) -> bool:

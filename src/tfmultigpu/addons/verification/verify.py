@@ -322,7 +322,7 @@ class Verify(Feature):
         one, reason = _attempt(functools.partial(self._whole, batch, rows))
         if reason:
             return _Comparison(Verification("not verified", reason))
-        apart = functools.partial(self._apart, one)
+        apart = functools.partial(self._found, one, one.numbers)
         numbers, reason = _attempt(lambda: self._exchange.together("a comparison", apart))
         if reason:
             return _Comparison(Verification("not verified", reason), one)
@@ -356,7 +356,7 @@ class Verify(Feature):
         device = self._device
         if device is None or device.key != step.key():
             device = OneDevice(step, self._measure, self._kept)
-        device.trace(whole, program)
+        device.computation(whole, program)
         return _One(device, {}, whole, local, places, program, arguments, not self._saw_update)
 
     def _run(self, one: _One) -> _One:
@@ -369,10 +369,6 @@ class Verify(Feature):
             numbers = device.run(one.whole, one.program, updates=one.updates)
         self._device = device  # Not one that failed: TensorFlow could not trace it again.
         return dataclasses.replace(one, device=device, numbers=numbers)
-
-    def _apart(self, one: _One) -> _Apart:
-        """Runs the step, and compares what it computes with what one device did."""
-        return self._found(one, one.numbers)
 
     def _without_rewriting(self, one: _One) -> list[Quantity]:
         """Returns what differs beyond rounding if TensorFlow runs what was traced as it is."""
