@@ -29,8 +29,8 @@ FIRST_STEP = (
     ),
     broken(
         "one device has a trace of its own",
-        "addons/verification/one_device.py:OneDevice._look",
-        "Trace(known=self._known) => Trace()",
+        "addons/verification/one_device.py:OneDevice.computation",
+        "None if self._by_itself else program.trace => None",
         "test_first_step.py::test_the_code_of_a_model_runs_once_for_all_replicas[first]",
     ),
     broken(
