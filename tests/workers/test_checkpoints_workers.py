@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -152,15 +149,8 @@ def train_on_own_rows(folder: str, kind: str, service: str, leave: int | None = 
 
 
 def resume_on_own_rows(folder: str, kind: str, service: str) -> None:
-    """Joins and trains, and ends as a program does."""
     worker_functions.join()
-    try:
-        train_on_own_rows(folder, kind, service)
-    except Exception as error:
-        sys.last_value = error
-        sys.excepthook(type(error), error, error.__traceback__)
-    atexit._run_exitfuncs()
-    os._exit(1)
+    train_on_own_rows(folder, kind, service)
 
 
 # Fails if a worker that joins a run trains on other rows than the run would have had.
@@ -175,7 +165,8 @@ def test_rows_of_a_worker_are_refused_before_a_step_if_their_number_changes(
     assert train_on_own_rows(str(tmp_path), kind, dispatcher.target, leave=2) == [1, 2]
     workers = pool().cluster(2)
     for worker in workers:
-        worker.begin(resume_on_own_rows, str(tmp_path), kind, dispatcher.target)
+        arguments = str(tmp_path), kind, dispatcher.target
+        worker.begin(this_worker.run_as_program, resume_on_own_rows, *arguments)
     assert [worker.wait() for worker in workers] == [1, 1]
     told = "".join(worker.printed() for worker in workers)
     assert "STEP" not in told, told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import signal
@@ -46,23 +45,8 @@ def compiled() -> Any:
     return model
 
 
-def run(event: str, end_seconds: float) -> None:
-    """Trains until something ends a worker, and ends as a program does."""
-    code = 1
-    try:
-        train(event, end_seconds)
-        code = 0
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException as error:
-        sys.last_value = error
-        sys.excepthook(type(error), error, error.__traceback__)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)
-
-
 def train(event: str, end_seconds: float) -> None:
+    """Trains until something ends a worker."""
     worker_functions.join()
     process_state.cluster.end_seconds = end_seconds
     worker, model = this_worker.index(), compiled()
@@ -92,7 +76,7 @@ def started(event: str, word: str = "READY", end_seconds: float = 45.0) -> list[
     """Starts two workers; returns them when both train, or the first says the word."""
     workers = pool().cluster(2)
     for worker in workers:
-        worker.begin(run, event, end_seconds)
+        worker.begin(this_worker.run_as_program, train, event, end_seconds)
     wait_until_printed("READY", workers[1])
     wait_until_printed(word, workers[0])
     return workers
