@@ -39,11 +39,6 @@ def test_a_plan_begins_near_the_answer_and_is_never_passed(fits: int) -> None:
     assert tried[0] == 32
 
 
-def test_what_cannot_be_called_is_not_tried() -> None:
-    with pytest.raises(TypeError, match=r"called as try_batch\(size\)\. Received: try_batch=64"):
-        tmg.find_batch_size(64)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

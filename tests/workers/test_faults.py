@@ -81,10 +81,6 @@ def train(event: str, end_seconds: float) -> None:
                 time.sleep(5.0)  # As a chief that still writes files does.
                 print("SAVED", flush=True)
             return
-        if number == 20 and event in ("evaluate", "evaluate all"):
-            if worker == 0 or event == "evaluate all":
-                tmg.evaluate(model, X, Y, verbose=0)
-            return
         if number == 20 and worker == 1 and event == "raise":
             raise ValueError("my own")
         if number == 20 and worker == 1 and event == "exit":
@@ -119,17 +115,6 @@ def test_the_other_worker_ends_and_names_it(fault: str) -> None:
     assert_names_the_second(survivor, said)
     victim.send_signal(signal.SIGCONT)
     assert victim.wait(WITHIN) == code, victim.printed()
-
-
-def test_a_last_call_of_one_worker_is_not_blamed_on_the_other() -> None:
-    chief, other = started("evaluate")
-    assert_names_the_second(chief, "its program ended without an error")
-    assert other.wait(WITHIN) == 0
-    printed = chief.printed()
-    assert "Every worker must make this call: take it, such as tmg.evaluate(model, data)" in printed
-    assert "--restarts" not in printed
-    # What the message tells to write.
-    assert [worker.wait(WITHIN) for worker in started("evaluate all")] == [0, 0]
 
 
 def read_alone() -> None:
