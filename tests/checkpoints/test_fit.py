@@ -144,14 +144,11 @@ def test_data_of_unknown_length_and_another_number_of_steps_between_saves(
     assert names(tmp_path / "run") == [8, 10, 15]
 
 
-def test_a_second_fit_needs_checkpoints_of_its_own(small: Small, tmp_path: Path) -> None:
+def test_a_call_that_fails_does_not_use_up_what_was_restored(small: Small, tmp_path: Path) -> None:
     run = tmg.Checkpoints(tmp_path, small.model, small.model.optimizer)
     options = {"epochs": 1, "callbacks": [run.callback()], "verbose": 0}
     tmg.fit(small.model, X, Y, **options)
-    with pytest.raises(tmg.CheckpointError, match=r"call checkpoints\.restore\(\) again"):
-        tmg.fit(small.model, X, Y, **options)
     assert run.restore() is not None
-    # A call that fails before it trains does not use up what was restored.
     with pytest.raises(tmg.errors.DataError, match="validation_split"):
         tmg.fit(small.model, X, Y, validation_split=2.0, **{**options, "epochs": 2})
     assert tmg.fit(small.model, X, Y, **{**options, "epochs": 2}).epoch == [0, 1]

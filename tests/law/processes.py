@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 SECONDS = 120.0  # A limit for what hangs, far above what anything takes.
 # TensorFlow switches oneDNN on by the kind of CPU, and errors differ with it.
 _SETTINGS = {
@@ -273,7 +275,7 @@ def _answer(connection: Connection) -> None:
         function, arguments = request
         try:
             answer: tuple[Any, ...] = "returned", function(*arguments)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             answer = "raised", kinds, traceback.format_exc()
             traceback.print_exc()

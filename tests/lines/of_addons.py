@@ -432,7 +432,7 @@ def rows_that_meet(told: Told) -> None:
     class AddsTheSum(Adds):
         total = True
 
-    with told():
+    with told(tmg.ReplicaDependenceWarning, r"self\.add_loss\(values\) takes one for each row"):
         train(AddsTheSum)
     train(Adds)
 

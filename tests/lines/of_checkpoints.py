@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from problems import network
 
@@ -68,7 +69,7 @@ def a_second_fit(told: Told) -> None:
     model = compiled()
     checkpoints = tmg.Checkpoints("run", model, model.optimizer)
     fit(X, Y, model=model, callbacks=[checkpoints.callback()])
-    with told():
+    with told(tmg.CheckpointError, r"call checkpoints\.restore\(\) again"):
         fit(X, Y, model=model, callbacks=[checkpoints.callback()])
     other = tmg.Checkpoints("another", model, model.optimizer)
     other.restore()
@@ -194,8 +195,9 @@ def an_unseeded_shuffle(told: Told) -> None:
     def shuffled(seed: int | None) -> Any:
         return numbers.shuffle(100, seed=seed).batch(20)
 
-    stopped_in_the_middle("run", shuffled(None))
-    with told():
+    with pytest.warns(UserWarning, match="without a seed"):
+        stopped_in_the_middle("run", shuffled(None))
+    with told(), pytest.warns(UserWarning, match="without a seed"):
         resumed("run", shuffled(None))
     assert tmg.Checkpoints("run", *small()).restore() is not None
     stopped_in_the_middle("seeded", shuffled(1))
@@ -233,7 +235,7 @@ def seeds_that_are_not_saved(told: Told) -> None:
         trained((X, Y))
         checkpoints.save()
 
-    with told():
+    with told(tmg.CheckpointError, r"Received: 1 variables \['seed"):
         noisy()
     noisy(extra=True)
 
@@ -296,6 +298,19 @@ def a_shuffle_below_repeat(told: Told) -> None:
         "run", *small(), data=lambda epoch: dataset.shuffle(9, seed=epoch).batch(2)
     )
     counted(checkpoints, 2)
+
+
+@example("The checkpointed data has an order that ends with this process")
+def a_shuffle_without_a_seed(told: Told) -> None:
+    tf.random.set_seed(None)  # As in a program that sets none.
+    dataset = tf.data.Dataset.range(10)
+    with told(UserWarning, r"1 shuffle\(s\) without a seed"):
+        tmg.Checkpoints("run", *small(), data=dataset.shuffle(9).batch(2))
+    with told(UserWarning, r"2 shuffle\(s\) without a seed"):
+        tmg.Checkpoints("run", *small(), data=lambda epoch: dataset.shuffle(9).shuffle(5).batch(2))
+    tmg.Checkpoints("run", *small(), data=dataset.shuffle(9, seed=1).batch(2))
+    keras.utils.set_random_seed(1)
+    counted(tmg.Checkpoints("run", *small(), data=dataset.shuffle(9).batch(2)), 2)
 
 
 @example("The data has fewer batches than when the checkpoint was saved")

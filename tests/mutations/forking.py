@@ -29,8 +29,9 @@ class Outcomes:
 
 
 def kinds_of(error: BaseException) -> list[str]:
-    """Returns the names of the classes of an error, and of the errors that it groups."""
+    """Returns the names of the classes of an error, and of those that it groups or tells of."""
     names = [kind.__name__ for kind in type(error).__mro__]
+    names += getattr(error, "kinds", ())  # Of a WorkerRaised.
     return names + [name for one in getattr(error, "exceptions", ()) for name in kinds_of(one)]
 
 

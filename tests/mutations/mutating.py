@@ -30,10 +30,10 @@ HEAD = """# What the tests catch
 <!-- Written by `python tests/mutations/run.py --write`; a test holds it to the code. -->
 
 A test that cannot fail proves nothing. So each clause of [the law](../law.md), and each promise of
-the README, is broken on purpose in a copy of the source, one at a time. The promises in the second
-column must then fail, all of them, by an assertion about what came out. Without the change they
-pass. `nox -s mutations` does it. All of them are in `tests/promises/`. The README's command runs
-them, and `nox -s full` runs them at further sizes.
+the README, is broken on purpose in a copy of the source, one at a time, in the function that the
+first column names. The promises in the second column must then fail, all of them, by an assertion
+about what came out. Without the change they pass. `nox -s mutations` does it. All of them are in
+`tests/promises/`. The README's command runs them, and `nox -s full` runs them at further sizes.
 
 | what is done wrong | promises that catch it |
 |---|---|
@@ -100,8 +100,8 @@ def page(mutations: Sequence[Mutation] = MUTATIONS) -> str:
     rows = []
     for mutation in mutations:
         tests = "<br>".join(f"`{test}`" for test in mutation.tests).replace("|", "\\|")
-        files = ", ".join(f"`{file}`" for file in mutation.changed())
-        rows.append(f"| {mutation.name} ({files}) | {tests} |\n")
+        places = ", ".join(f"`{place}`" for place, _ in mutation.changes)
+        rows.append(f"| {mutation.name} ({places}) | {tests} |\n")
     return HEAD + "".join(rows)
 
 

@@ -7,11 +7,11 @@ import re
 
 import pytest
 from mutating import PAGE, page, survived
-from mutation import sources
+from mutation import changed, sources
 from mutations import MUTATIONS, ROOT, Mutation
 
 
-def test_the_texts_that_mutations_change_are_there() -> None:
+def test_the_code_that_mutations_change_is_there() -> None:
     for mutation in MUTATIONS:
         for file, text in mutation.changed().items():
             ast.parse(text)
@@ -38,10 +38,43 @@ def test_mutations_have_names_of_their_own() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
-def test_a_text_that_went_is_named() -> None:
-    mutation = Mutation("nothing is broken", (("no such text", ""),), ())
-    with pytest.raises(AssertionError, match="stands 0 times in the package, not once"):
-        mutation.changed()
+TEXT = """class Sum:
+    def é(self):  # é has two bytes, and columns count bytes.
+        return "é", f(a,
+                      b)  # Not on a line of its own.
+
+    def add(self):
+        return f(a, b), f(b, a)
+"""
+
+
+def test_code_is_found_in_its_function_however_it_is_written() -> None:
+    assert 'return "é", (b)  # Not' in changed(TEXT, "sum.py:Sum.é", "f(a, b) => b")
+    assert "return (b - (f(a, b))), f(b" in changed(TEXT, "sum.py:Sum.add", "f(a, b) => b - ...")
+    statements = """
+        return f(a, b), f(b, a)
+        =>
+        if a:
+            b += 1
+        ...
+    """
+    lines = "        if a:\n            b += 1\n        return f(a, b), f(b, a)\n"
+    assert TEXT.replace("        return f(a, b), f(b, a)\n", lines) == changed(
+        TEXT, "sum.py", statements
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "said"),
+    [
+        ("sum.py:Sum.add", "f(a, a) => b", r"'f\(a, a\)' 0 times, not once: in lines \[\]"),
+        ("sum.py", "f(a, b) => b", r"'f\(a, b\)' 2 times, not once: in lines \[3, 7\]"),
+        ("sum.py:Sum.added", "f(a, b) => b", "no 'added' in sum.py:Sum.added"),
+    ],
+)
+def test_code_that_went_is_named(place: str, code: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        changed(TEXT, place, code)
 
 
 def test_a_mutation_that_does_not_run_is_not_caught() -> None:

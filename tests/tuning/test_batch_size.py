@@ -39,11 +39,6 @@ def test_a_plan_begins_near_the_answer_and_is_never_passed(fits: int) -> None:
     assert tried[0] == 32
 
 
-def test_what_cannot_be_called_is_not_tried() -> None:
-    with pytest.raises(TypeError, match=r"called as try_batch\(size\)\. Received: try_batch=64"):
-        tmg.find_batch_size(64)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -62,18 +57,10 @@ def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) ->
     assert _ran_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"start": 0},
-        {"start": None},
-        {"limit": 0},
-        {"limit": float("inf")},
-    ],
-)
-def test_sizes_that_make_no_sense(options: dict) -> None:
-    with pytest.raises((TypeError, ValueError), match="must be a whole number, at least 1"):
-        tmg.find_batch_size(lambda size: None, **options)
+@pytest.mark.parametrize("option", ["start", "limit"])
+def test_sizes_that_make_no_sense(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be a whole number, at least 1"):
+        tmg.find_batch_size(lambda size: None, **{option: 0})
 
 
 def test_what_a_failed_try_held_is_freed() -> None:

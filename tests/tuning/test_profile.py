@@ -50,14 +50,10 @@ def test_waiting_for_data_is_seen() -> None:
     assert profile.all_reduce == 0
 
 
-def test_what_cannot_be_profiled_says_so(subtests: pytest.Subtests) -> None:
+def test_what_cannot_be_profiled_says_so() -> None:
     step = profiled(1)
-    for steps in (0, None, 1.5):
-        with (
-            subtests.test(steps=steps),
-            pytest.raises(ValueError, match=rf"at least 1\. .*: steps={steps}"),
-        ):
-            profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"at least 1\. .*: steps=0"):
+        profile_step(step, [(X, Y)], 0)
     with pytest.raises(tmg.errors.DataError, match=r"Received: list_iterator\. Write iterator"):
         profile_step(step, [(X, Y)], 1)
 

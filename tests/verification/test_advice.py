@@ -188,19 +188,6 @@ def test_rows_that_meet_are_gathered(case: str) -> None:
     build(tmg.gather_rows).is_one_devices()
 
 
-def test_a_loss_that_a_layer_adds_has_a_value_for_each_row() -> None:
-    def adds(values: Callable[[Any], Any]) -> Program:
-        def call(layer: Any, x: Any) -> Any:
-            layer.add_loss(values(tf.square(x)))
-            return x
-
-        return Program(lambda: Calls(call))
-
-    said = adds(tf.reduce_sum).told()
-    assert "self.add_loss(values) takes one for each row" in said
-    adds(lambda squares: tf.reduce_sum(squares, -1)).is_one_devices()
-
-
 # What is assigned ---------------------------------------------------------------------------------
 
 

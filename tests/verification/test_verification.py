@@ -244,19 +244,6 @@ def test_verification_changes_no_bit_of_the_training(strategy: Any) -> None:
     assert losses == others
 
 
-def test_negative_zeros_are_put_back(strategy: Any) -> None:
-    with strategy.scope():
-        model = network(4, L.Dense(20_000, name="large"))  # So large that less is kept of it.
-        optimizer = keras.optimizers.SGD(0.0)
-    kernel = np.zeros((4, 20_000), "float32")
-    kernel[1:] = -0.0
-    model.layers[0].kernel.assign(kernel)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy)
-    step((X[:5], np.zeros((5, 20_000), "float32")))
-    assert step.verification.outcome == "same"
-    assert np.signbit(model.layers[0].kernel.numpy()).sum() == 60_000
-
-
 # What cannot be verified --------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import signal
@@ -46,23 +45,8 @@ def compiled() -> Any:
     return model
 
 
-def run(event: str, end_seconds: float) -> None:
-    """Trains until something ends a worker, and ends as a program does."""
-    code = 1
-    try:
-        train(event, end_seconds)
-        code = 0
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException as error:
-        sys.last_value = error
-        sys.excepthook(type(error), error, error.__traceback__)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)
-
-
 def train(event: str, end_seconds: float) -> None:
+    """Trains until something ends a worker."""
     worker_functions.join()
     process_state.cluster.end_seconds = end_seconds
     worker, model = this_worker.index(), compiled()
@@ -81,10 +65,6 @@ def train(event: str, end_seconds: float) -> None:
                 time.sleep(5.0)  # As a chief that still writes files does.
                 print("SAVED", flush=True)
             return
-        if number == 20 and event in ("evaluate", "evaluate all"):
-            if worker == 0 or event == "evaluate all":
-                tmg.evaluate(model, X, Y, verbose=0)
-            return
         if number == 20 and worker == 1 and event == "raise":
             raise ValueError("my own")
         if number == 20 and worker == 1 and event == "exit":
@@ -96,7 +76,7 @@ def started(event: str, word: str = "READY", end_seconds: float = 45.0) -> list[
     """Starts two workers; returns them when both train, or the first says the word."""
     workers = pool().cluster(2)
     for worker in workers:
-        worker.begin(run, event, end_seconds)
+        worker.begin(this_worker.run_as_program, train, event, end_seconds)
     wait_until_printed("READY", workers[1])
     wait_until_printed(word, workers[0])
     return workers
@@ -119,17 +99,6 @@ def test_the_other_worker_ends_and_names_it(fault: str) -> None:
     assert_names_the_second(survivor, said)
     victim.send_signal(signal.SIGCONT)
     assert victim.wait(WITHIN) == code, victim.printed()
-
-
-def test_a_last_call_of_one_worker_is_not_blamed_on_the_other() -> None:
-    chief, other = started("evaluate")
-    assert_names_the_second(chief, "its program ended without an error")
-    assert other.wait(WITHIN) == 0
-    printed = chief.printed()
-    assert "Every worker must make this call: take it, such as tmg.evaluate(model, data)" in printed
-    assert "--restarts" not in printed
-    # What the message tells to write.
-    assert [worker.wait(WITHIN) for worker in started("evaluate all")] == [0, 0]
 
 
 def read_alone() -> None:

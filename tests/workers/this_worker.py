@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,3 +35,19 @@ def pair_of(join: Callable[[], int], replicas: int) -> Iterator[Callable[..., li
     yield call_both
     for worker in workers:
         worker.end()
+
+
+def run_as_program(function: Callable[..., object], *arguments: Any) -> None:
+    """Calls a function, and ends this process as a program that does nothing else."""
+    code = 1
+    try:
+        function(*arguments)
+        code = 0
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException as error:
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)

@@ -68,6 +68,18 @@ def begin_unread(dataset: Batches) -> bool:
     return reached >= {node.name for node in graph.node if _reshuffles(node)}
 
 
+def shuffles_without_seed(dataset: Batches) -> int:
+    """Returns how many shuffles, of rows or file names, have another order in each process."""
+    graph = _graph_of(dataset)
+    nodes = {node.name: node for node in graph.node}
+    count = 0
+    for node in graph.node:
+        if _dataset_type(node) in _SHUFFLES:
+            seeds = [nodes[name.split(":")[0]].attr["value"].tensor for name in node.input[2:4]]
+            count += not any(tf.make_ndarray(seed) for seed in seeds)
+    return count
+
+
 def _graph_of(dataset: Batches) -> Any:
     from tensorflow.core.framework import graph_pb2
 

@@ -13,11 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import digest, with_dependencies
-from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
+from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over, shuffles_without_seed
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.types import Batches, Function, Nested, Scalar, Shard
+from tfmultigpu.user_code import warn
 
 _NONE = -1
 
@@ -196,7 +197,9 @@ def position_data(
                 made[epoch] = whole.with_batches(_record_first(whole.batches, first_batch))
             return made[epoch]
 
-        return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
+        data_of_epoch = of_epoch(position.epoch)
+        _warn_of_order(data_of_epoch.batches)
+        return PositionedDataset(data_of_epoch, position, first_batch, of_epoch)
     is_distributed = isinstance(data, ShardedDataset)
     whole = data if is_distributed else distribute_dataset(data, strategy)
     if not begin_unread(whole.batches):
@@ -208,7 +211,20 @@ def position_data(
             "Make it a function of the epoch: data=lambda epoch: dataset.shuffle(n, "
             "seed=epoch).batch(size).",
         )
-    return PositionedDataset(whole, position, first_batch if is_compared else None)
+    if not is_compared:
+        return PositionedDataset(whole, position)
+    _warn_of_order(whole.batches)
+    return PositionedDataset(whole, position, first_batch)
+
+
+def _warn_of_order(batches: Batches) -> None:
+    count = shuffles_without_seed(batches)
+    if count:
+        warn(
+            "The checkpointed data has an order that ends with this process: a restarted run would "
+            f"read other batches, and is refused. Received: {count} shuffle(s) without a seed. "
+            "Write dataset.shuffle(n, seed=1), or keras.utils.set_random_seed(1) before the data."
+        )
 
 
 def _takes_epoch(data: Any) -> bool:
