@@ -6,8 +6,7 @@ from mutation import broken
 
 ROWS = "test_tables.py::test_tables_train_as_on_one_device[SGD, rows, clipped]"
 ADAGRAD = "test_tables.py::test_tables_train_as_on_one_device[Adagrad, on every replica, in micro-batches]"
-FILE = "test_divided_tables.py::"
-WHOLE = FILE + "test_a_table_that_no_device_holds_trains_as_on_one"
+WHOLE = "test_divided_tables.py::test_a_table_that_no_device_holds_trains_as_on_one"
 
 TABLES = (
     broken(
