@@ -1,4 +1,4 @@
-"""Images: a convolutional classifier, which the GPU run trains on parts of a GPU too."""
+"""Images: a convolutional classifier, which the run on a GPU trains on its parts."""
 
 from __future__ import annotations
 
