@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,16 @@ from lines.parts import X, Y, batches, compiled, fit, made, optimizer_of, step
 def small(units: int = 2) -> tuple[Any, Any]:
     model = network(3, keras.layers.Dense(units))
     return model, keras.optimizers.SGD(0.1)
+
+
+@contextlib.contextmanager
+def without_a_seed() -> Iterator[None]:
+    """Runs code as in a program that sets no seed; those before it in this process may have."""
+    tf.random.set_seed(None)
+    try:
+        yield
+    finally:
+        keras.utils.set_random_seed(1)
 
 
 def counted(checkpoints: Any, epochs: int = 1) -> None:
@@ -195,9 +207,9 @@ def an_unseeded_shuffle(told: Told) -> None:
     def shuffled(seed: int | None) -> Any:
         return numbers.shuffle(100, seed=seed).batch(20)
 
-    with pytest.warns(UserWarning, match="without a seed"):
+    with without_a_seed(), pytest.warns(UserWarning, match="without a seed"):
         stopped_in_the_middle("run", shuffled(None))
-    with told(), pytest.warns(UserWarning, match="without a seed"):
+    with without_a_seed(), told(), pytest.warns(UserWarning, match="without a seed"):
         resumed("run", shuffled(None))
     assert tmg.Checkpoints("run", *small()).restore() is not None
     stopped_in_the_middle("seeded", shuffled(1))
@@ -302,11 +314,10 @@ def a_shuffle_below_repeat(told: Told) -> None:
 
 @example("The checkpointed data has an order that ends with this process")
 def a_shuffle_without_a_seed(told: Told) -> None:
-    tf.random.set_seed(None)  # As in a program that sets none.
     dataset = tf.data.Dataset.range(10)
-    with told(UserWarning, r"1 shuffle\(s\) without a seed"):
+    with without_a_seed(), told(UserWarning, r"1 shuffle\(s\) without a seed"):
         tmg.Checkpoints("run", *small(), data=dataset.shuffle(9).batch(2))
-    with told(UserWarning, r"2 shuffle\(s\) without a seed"):
+    with without_a_seed(), told(UserWarning, r"2 shuffle\(s\) without a seed"):
         tmg.Checkpoints("run", *small(), data=lambda epoch: dataset.shuffle(9).shuffle(5).batch(2))
     tmg.Checkpoints("run", *small(), data=dataset.shuffle(9, seed=1).batch(2))
     keras.utils.set_random_seed(1)
