@@ -334,7 +334,10 @@ def test_what_tensorflow_keeps_for_checkpoints_is_known(tmp_path):
 
 def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
     monkeypatch.setattr(_compat, "optimizer_trains", lambda optimizer: [])
-    build = lambda: Training(mlp(), keras.optimizers.SGD(), crossentropy())  # noqa: E731
+
+    def build():
+        return Training(mlp(), keras.optimizers.SGD(), crossentropy())
+
     hold(Case("it does not say", build, BATCHES))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from law import model
 from law.model import Training
-from law.pair import assert_replicas_agree
+from law.pair import assert_replicas_agree, step_of
 from law.plain import PlainLoop, as_tensors
 from one_device import SEED, strategy_of
 
@@ -131,16 +131,7 @@ def on_replicas(case: Case, strategy: tf.distribute.Strategy) -> Result:
         if case.sharded == EACH_ALONE:
             assert all(map(is_sharded, training.model.trainable_variables)), case.name
         start = _values_of(training)
-        step = tmg.make_train_step(
-            training.model,
-            training.optimizer,
-            training.loss,
-            strategy,
-            metrics=training.metrics,
-            forward=training.forward,
-            clip_norm=training.clip_norm,
-            **case.options,
-        )
+        step = step_of(training, strategy, **case.options)
         batches = [as_tensors(batch) for batch in case.batches]
         logs = []
         for shards in tmg.distribute_dataset(lambda: iter(batches), strategy):

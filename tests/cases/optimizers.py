@@ -83,13 +83,14 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
     "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Lamb(0.05)),
     "MultiOptimizer": lambda: several(clipnorm=0.3),
+}
+OF_USERS: dict[str, Callable[[], Any]] = {
     "own class": lambda: Centered(0.05, momentum=0.9),
-    "own class, owned": lambda: Centered(0.05, momentum=0.9),
     "own class around another": lambda: Lookahead(optimizers.Adam(0.05)),
-    "own class around another, owned": lambda: Lookahead(optimizers.Adam(0.05)),
 }
 # How gradients are added, and where the update is.
 WAYS = ((2, "owned"), (3, "collective"), (3, "owned"), (2, "in memory"))
+BOTH = WAYS[:2]  # With owners, and without.
 ROWS = regression((7, 1, 5))
 
 
@@ -98,7 +99,7 @@ def updating(name: str, way: tuple[int, str]) -> Case:
     replicas, how = way
     return Case(
         f"{name}, {how}",
-        lambda: small(OPTIMIZERS[name]()),
+        lambda: small((OPTIMIZERS | OF_USERS)[name]()),
         ROWS,
         {"shard_update": how == "owned", "verify": False},
         replicas=(replicas,),
@@ -155,6 +156,7 @@ def bag_under(name: str, lookup: type = keras.layers.Embedding) -> Training:
 
 CASES = [
     *map(updating, OPTIMIZERS, itertools.cycle(WAYS)),
+    *itertools.starmap(updating, itertools.product(OF_USERS, BOTH)),
     embedding("SGD", (1, 3)),
     embedding("RMSprop, centered", micro_batches=3),
     # What a trace may change: scaled losses, the averages and clipping of micro-batches.

@@ -24,15 +24,19 @@ IDS = _random.integers(1, 11, (12, 5)).astype("int32")
 X, Y, _ = labelled(12, 6, 3, seed=3)
 
 
-def under_adam() -> Training:
-    """An optimizer that is built before the step, whose settings act on each variable."""
+def mlp() -> keras.Model:
     limit = keras.constraints.MaxNorm(1.0)
     hidden = [
         layers.Dense(16, "tanh", kernel_regularizer="l2"),
         layers.Dropout(0.3, seed=1),
         layers.Dense(16, "tanh", kernel_constraint=limit),
     ]
-    model = network(6, *hidden, layers.Dense(3))
+    return network(6, *hidden, layers.Dense(3))
+
+
+def under_adam() -> Training:
+    """An optimizer that is built before the step, whose settings act on each variable."""
+    model = mlp()
     averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
     adam = keras.optimizers.Adam(0.01, clipnorm=0.1, weight_decay=0.1, **averages)
     adam.build(model.trainable_variables)

@@ -54,6 +54,20 @@ def known(batches: Sequence[Any]) -> tf.data.Dataset:
     return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
+def step_of(training: Training, strategy: tf.distribute.Strategy, **options: Any) -> Any:
+    """Returns our step of a training that was built in the scope of the strategy."""
+    return tmg.make_train_step(
+        training.model,
+        training.optimizer,
+        training.loss,
+        strategy,
+        metrics=training.metrics,
+        forward=training.forward,
+        clip_norm=training.clip_norm,
+        **options,
+    )
+
+
 class Pair:
     """One device and N replicas that were built alike, traced once, and can be set back.
 
@@ -86,15 +100,7 @@ class Pair:
             if sharded:
                 scopes.enter_context(tmg.sharded_variables(at_least=0))
             self.ours = build()
-        self.step = tmg.make_train_step(
-            self.ours.model,
-            self.ours.optimizer,
-            self.ours.loss,
-            self.strategy,
-            metrics=self.ours.metrics,
-            clip_norm=self.ours.clip_norm,
-            **options,
-        )
+        self.step = step_of(self.ours, self.strategy, **options)
         self._batches: Sequence[Batch] = [like]
         source = dataset_of(lambda: self._batches, like)
         self.data = tmg.distribute_dataset(source, self.strategy, shares=shares)

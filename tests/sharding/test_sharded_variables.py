@@ -9,25 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases.sharded import X, Y, mlp
 from one_device import strategy_of, unused_strategy
-from problems import crossentropy, labelled, network
+from problems import crossentropy, network
 
 import tfmultigpu as tmg
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.topology import is_sharded
 
 layers = keras.layers
-NUMBERS, LABELS, _ = labelled(12, 6, 3, seed=3)
-
-
-def mlp() -> Any:
-    limit = keras.constraints.MaxNorm(1.0)
-    hidden = [
-        layers.Dense(16, "tanh", kernel_regularizer="l2"),
-        layers.Dropout(0.3, seed=1),
-        layers.Dense(16, "tanh", kernel_constraint=limit),
-    ]
-    return network(6, *hidden, layers.Dense(3))
 
 
 def sharded(make: Any) -> Any:
@@ -91,7 +81,7 @@ def test_inner_limits_and_models_that_are_built_later() -> None:
     model = sharded(lambda: keras.Sequential([layers.Dense(16), layers.Dense(3)]))
     with strategy_of(2).scope():
         sgd = keras.optimizers.SGD(0.1)
-    tmg.make_train_step(model, sgd, crossentropy(), strategy_of(2))((NUMBERS, LABELS))
+    tmg.make_train_step(model, sgd, crossentropy(), strategy_of(2))((X, Y))
     assert all(map(is_sharded, model.trainable_variables))
 
 
@@ -121,7 +111,7 @@ def test_only_a_step_updates() -> None:
     with strategy.scope():
         model.compile("sgd", crossentropy())
     with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*tmg\.fit\(model, data\)"):
-        model.fit(NUMBERS[:8], LABELS[:8], verbose=0)
+        model.fit(X[:8], Y[:8], verbose=0)
     for one, variable in zip(before, variables, strict=True):
         np.testing.assert_array_equal(one, variable.numpy())
 

@@ -6,6 +6,7 @@ their variables in tests/loops/test_epochs.py; in a forward: promises/test_metri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_what_a_forward_may_not_return_and_what_several_models_need(
 
 # Fails if the norm that is logged, or the one that is clipped, is that of one precision alone.
 def test_the_norm_is_that_of_layers_of_different_precision() -> None:
-    double = lambda: keras.layers.Dense(8, "tanh", dtype="float64")  # noqa: E731
+    double = functools.partial(keras.layers.Dense, 8, "tanh", dtype="float64")
     build = networks(4, double, lambda: keras.layers.Dense(4))
     step = step_on(2, build, lambda: keras.optimizers.SGD(0.05), "mse", clip_norm=0.1)
     start = step.model.get_weights()

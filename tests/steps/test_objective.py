@@ -207,7 +207,9 @@ def test_what_is_no_mean_is_told(name: str) -> None:
 
 # Fails if a mean times its rows is formed in float16: 400 * 256 is over 65504.
 def test_a_penalty_in_float16_does_not_overflow() -> None:
-    large = lambda x: tf.reduce_mean(x) * 0.0 + tf.constant(400.0, x.dtype)  # noqa: E731
+    def large(x: Any) -> Any:
+        return tf.reduce_mean(x) * 0.0 + tf.constant(400.0, x.dtype)
+
     build = of(lambda: Add(large, dtype="mixed_float16"), lambda: L.Dense(2))
     logs = step_on(2, build, sgd, "mse", loss_scale=1.0)((normal(256, 5), normal(256, 2)))
     assert 400.0 < float(logs["loss"]) < 410.0

@@ -45,13 +45,15 @@ def read_over(iterator: Iterator[object], batches: int | None) -> int:
     return count
 
 
-def begin_unread(dataset: Batches) -> bool:
+def begin_unread(graph: Any) -> bool:
     """Returns whether the order of a pass depends only on how many passes began before it.
 
     A dataset that reshuffles counts its passes. Below another shuffle, ``cache``, ``repeat`` or
     ``concatenate`` it counts something else, and so does a ``tf.random.Generator``.
+
+    Args:
+        graph: The graph of the dataset.
     """
-    graph = _graph_of(dataset)
     for function in graph.library.function:
         for node in function.node_def:
             is_call = node.op == "StatefulPartitionedCall"  # Its function is in the library too.
@@ -68,9 +70,8 @@ def begin_unread(dataset: Batches) -> bool:
     return reached >= {node.name for node in graph.node if _reshuffles(node)}
 
 
-def shuffles_without_seed(dataset: Batches) -> int:
-    """Returns how many shuffles, of rows or file names, have another order in each process."""
-    graph = _graph_of(dataset)
+def shuffles_without_seed(graph: Any) -> int:
+    """Returns how many shuffles in the graph of a dataset have another order in each process."""
     nodes = {node.name: node for node in graph.node}
     count = 0
     for node in graph.node:
@@ -80,7 +81,8 @@ def shuffles_without_seed(dataset: Batches) -> int:
     return count
 
 
-def _graph_of(dataset: Batches) -> Any:
+def graph_of(dataset: Batches) -> Any:
+    """Returns the graph of a dataset, which holds what is in memory: read it once."""
     from tensorflow.core.framework import graph_pb2
 
     variant = tf.data.experimental.to_variant(dataset)

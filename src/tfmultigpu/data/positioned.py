@@ -13,7 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import digest, with_dependencies
-from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over, shuffles_without_seed
+from tfmultigpu.data.passes import (
+    SharedNumber,
+    begin_unread,
+    graph_of,
+    read_over,
+    shuffles_without_seed,
+)
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import CheckpointError
@@ -198,11 +204,12 @@ def position_data(
             return made[epoch]
 
         data_of_epoch = of_epoch(position.epoch)
-        _warn_of_order(data_of_epoch.batches)
+        _warn_of_order(graph_of(data_of_epoch.batches))
         return PositionedDataset(data_of_epoch, position, first_batch, of_epoch)
     is_distributed = isinstance(data, ShardedDataset)
     whole = data if is_distributed else distribute_dataset(data, strategy)
-    if not begin_unread(whole.batches):
+    graph = graph_of(whole.batches)
+    if not begin_unread(graph):
         raise CheckpointError(
             "The order of a pass depends on how far tf.data had read the passes before it, so a "
             "resumed run would read other batches.",
@@ -213,12 +220,12 @@ def position_data(
         )
     if not is_compared:
         return PositionedDataset(whole, position)
-    _warn_of_order(whole.batches)
+    _warn_of_order(graph)
     return PositionedDataset(whole, position, first_batch)
 
 
-def _warn_of_order(batches: Batches) -> None:
-    count = shuffles_without_seed(batches)
+def _warn_of_order(graph: Any) -> None:
+    count = shuffles_without_seed(graph)
     if count:
         warn(
             "The checkpointed data has an order that ends with this process: a restarted run would "

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.data.passes import begin_unread, read_over
+from tfmultigpu.data.passes import begin_unread, graph_of, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.shard_iterator import ShardIterator
 from tfmultigpu.data.sharded_dataset import ShardedDataset
@@ -226,7 +226,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             return
         self.on_epoch_end()
         self.begin_epoch()
-        if not begin_unread(self.batches.batches):
+        if not begin_unread(graph_of(self.batches.batches)):
             self._read_over(self.steps)
         self.on_epoch_end()
 
