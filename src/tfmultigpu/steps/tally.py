@@ -18,6 +18,8 @@ from tfmultigpu.types import Scalar, Tensor
 
 # What a step logs of itself alone, and what it is if nobody says: steps do not add it up.
 OF_LAST_STEP: dict[str, Scalar] = {"gradient_norm": 0.0, "loss_scale": 1.0}
+# Those that follow from the gradient, and round and overflow as it does.
+OF_GRADIENT = frozenset({"gradient_norm"})
 
 
 class Numbers(NamedTuple):

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfmultigpu.addons.verification.one_device import Numbers, OneDevice, contents_of_tables
 from tfmultigpu.steps.compare import Furthest, furthest, values_of, wide
+from tfmultigpu.steps.tally import OF_GRADIENT
 from tfmultigpu.strategies.topology import is_on_read
 from tfmultigpu.types import Array, KerasLayer
 
@@ -171,12 +172,14 @@ def compared(
     numbers = {name: value.numpy() for name, value in device.named(logs).items()}
     local = device.strategy.experimental_local_results
     # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
-    norms = numbers.get("gradient_norm", 0.0), expected.get("gradient_norm", 0.0)
-    if numbers.get("loss_scale", 1.0) != 1.0 and not all(map(np.isfinite, norms)):
-        del numbers["gradient_norm"], numbers["skipped"]
+    if numbers.get("loss_scale", 1.0) != 1.0:
+        norms = [each[name] for each in (numbers, expected) for name in OF_GRADIENT]
+        if not np.isfinite(norms).all():
+            for name in (*OF_GRADIENT, "skipped"):
+                del numbers[name]
     for name, number in numbers.items():
         bound = bounds.of_sum(numbers.get("weight", 1.0))
-        if name == "gradient_norm":
+        if name in OF_GRADIENT:
             bound *= 4.0
         shown = _NAMES.get(name, repr(name))
         # Rows that cancel leave the rounding of a mean of one.
@@ -198,7 +201,7 @@ def compared(
         table = device.step.runner.touched.tables[int(number)]
         name = f"a {part} in the table of {table.operation!r}"
         yield Quantity(key, name, expected[key], [content], bounds.of_sum())
-    if "gradient_norm" not in numbers or "update 0" not in expected:
+    if OF_GRADIENT.isdisjoint(numbers) or "update 0" not in expected:
         return
     measured: list[list[Array]] = []  # The copies of each variable.
     for variable in device.updated:

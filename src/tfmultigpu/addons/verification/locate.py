@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -23,6 +24,7 @@ from tfmultigpu.steps.features.draws import sharing_seeds, watching_draws
 from tfmultigpu.steps.features.logical_replicas import LogicalReplicas
 from tfmultigpu.steps.features.micro_batches import MicroBatches
 from tfmultigpu.steps.replicas import for_all_replicas, tracing_model
+from tfmultigpu.steps.tally import OF_GRADIENT
 from tfmultigpu.steps.values import Phase, Rows, Shards, Trace
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -206,15 +208,13 @@ def explain(found: Sequence[Quantity], culprit: Culprit, device: OneDevice) -> t
         return name, known[kind]
     if in_parts:
         return "", _IN_PARTS
-    if kind == "gradient_norm":
+    if kind in OF_GRADIENT:
         return "", _BACKWARD
     return name, _LOSS
 
 
 def _advice_on(culprit: Culprit) -> str:
     """Returns the line to write in place of a layer."""
-    import keras
-
     if culprit.draws:
         return _DRAWS
     if isinstance(culprit.layer, keras.layers.BatchNormalization) and not culprit.is_input:
@@ -451,8 +451,6 @@ def _forward(
         offsets: The offsets of all shards.
         in_blocks: How the entries of draws are taken to lie, as of ``watching_draws``.
     """
-    import keras
-
     points: list[_Point] = []  # For each output of the last trace,
     adders: list[KerasLayer] = []  # and for each loss that a layer adds.
     draws: list[str] = []

@@ -23,6 +23,7 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.features.draws import sharing_seeds
 from tfmultigpu.steps.other_states import Touched, in_order
 from tfmultigpu.steps.program import Program
+from tfmultigpu.steps.tally import OF_GRADIENT
 from tfmultigpu.steps.traced_once import serves_one_device
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.steps.values import Gradient, Shards, Trace
@@ -272,7 +273,7 @@ class OneDevice:
         scaled = OneDevice(self.step, self.measure, self.kept, by_itself=True, features=[scale])
         run = functools.partial(scaled.run, batch, program, updates=updates)
         base, *others = [run() for _ in scale.scales()]
-        names = [name for name in still if name == "gradient_norm" or name.startswith("update ")]
+        names = [each for each in still if each in OF_GRADIENT or each.startswith("update ")]
         arrays = []
         for other in others:
             changed = {name: still[name] + (other[name] - base[name]) for name in names}

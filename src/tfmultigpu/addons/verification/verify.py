@@ -392,9 +392,7 @@ class Verify(Feature):
             outcome = Verification("same")
             self._saw_update = True
         if told[0] and not told[1]:
-            name = "a quantity"
-            if found:
-                name = found[0].name
+            name = found[0].name if found else "a quantity"
             reason = (
                 f"{name} differs between two runs on one device. Draw by keras.random with a "
                 "keras.random.SeedGenerator, which both repeat; for tf.concat([fake, real], 0) by "
