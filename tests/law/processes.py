@@ -91,7 +91,9 @@ class Worker:
         while not self._connection.poll(0.05):
             if self.code is not None and not self._connection.poll(0.0):
                 raise WorkerRaised([f"exit code {self.code}"], self.printed())
-            assert time.monotonic() < end, f"no result in {seconds} s: {self.printed()}"
+            if time.monotonic() > end:  # A later call would get this one's result.
+                self.send_signal(signal.SIGKILL)
+                raise AssertionError(f"no result in {seconds} s: {self.printed()}")
         try:
             kind, *values = self._connection.recv()
         except EOFError:
