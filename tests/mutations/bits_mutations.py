@@ -31,6 +31,12 @@ BITS = (
         f"{SAME}[branches]",
     ),
     broken(
+        "an update that all replicas call is rewritten otherwise than that of one device",
+        "accumulation/replicated.py:Replicated._traces_once",
+        "not tf.inside_function() or adds_in_pairs() => not tf.inside_function()",
+        f"{SAME}[built]",
+    ),
+    broken(
         "devices are added one after the other",
         "strategies/collectives.py:add_on_device",
         "1 << (len(addends) - 1).bit_length() - 1 => len(addends) - 1",

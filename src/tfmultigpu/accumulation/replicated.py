@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.lists import pick
 from tfmultigpu.strategies.called_by_all import PAYS_FROM_VARIABLES, call_on_replica
 from tfmultigpu.strategies.collectives import (
+    adds_in_pairs,
     adds_lists,
     replicas_share_memory,
     sum_on_devices,
@@ -160,9 +162,13 @@ class Replicated:
     def _traces_once(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> bool:
         """Returns whether the first replica traces the update for all of them.
 
-        They differ in their copies of the variables alone, if the gradients exist once.
+        They differ in their copies of the variables alone, if the gradients exist once. Logical
+        replicas do not, for TensorFlow rewrites a function that is called otherwise than the update
+        of an owner, or of one device: a schedule then rounds otherwise.
         """
-        if not tf.inside_function() or not replicas_share_memory(self.strategy):
+        if not tf.inside_function() or adds_in_pairs():
+            return False
+        if not replicas_share_memory(self.strategy):
             return False
         if len(gradients) > len(variables) or len(variables) < PAYS_FROM_VARIABLES:
             return False
@@ -405,4 +411,4 @@ def outside_scopes(function: Callable[[], T]) -> T:
             return function()
 
     with ThreadPoolExecutor(1) as pool:  # TensorFlow has no other way out of a scope.
-        return pool.submit(call).result()
+        return pool.submit(copy_context().run, call).result()

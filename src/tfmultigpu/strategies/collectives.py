@@ -86,6 +86,11 @@ def adding_in_pairs() -> Iterator[None]:
         _in_pairs.reset(token)
 
 
+def adds_in_pairs() -> bool:
+    """Returns whether what is traced now is to have the same bits on any number of devices."""
+    return _in_pairs.get()
+
+
 @contextmanager
 def sending_lists(*, once_a_call: bool) -> Iterator[None]:
     """Has what is traced meanwhile send lists of rows, if that is done once in each call of it."""
