@@ -27,7 +27,7 @@ BUDGETS = {
     "src/addons/sharding": 1_450,
     "src/addons/testing": 910,
     "src/addons/tuning": 2_150,
-    "src/addons/verification": 2_000,
+    "src/addons/verification": 2_050,
     "src/addons/watching": 920,
     "src/addons/workers": 1_570,
     "src/data": 2_450,

@@ -273,6 +273,12 @@ LAW = (
         f"{TOLD}[with_the_state-0-seen]",
     ),
     broken(
+        "a factor of zero hides what it is multiplied by",
+        "addons/verification/one_device.py:OneDevice._states_alike",
+        "[*self.own, *read] => self.own",
+        "test_small_batches.py::test_a_factor_that_is_zero_hides_nothing",
+    ),
+    broken(
         "rows that are gathered have the gradients of their own replica alone",
         "steps/global_rows.py:gather_rows",
         "all_reduce_sum(context, padded) => [x + tf.stop_gradient(y - x) for x, y in zip(padded, ...)]",

@@ -106,3 +106,28 @@ def test_what_is_wrong_for_copies_or_from_other_states_is_told(
         messages = [str(w.message) for w in caught if w.category is tmg.ReplicaDependenceWarning]
         assert len(messages) == (i == number), messages
         assert all(word in message for message in messages)
+
+
+class Coupled(layers.Layer):
+    """Adds a loss over the rows of a replica, times a factor that nothing in the step assigns."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        norm = tf.norm(tf.reduce_mean(x, 0))
+        self.add_loss(self.factor * norm * tf.ones(tf.shape(x)[:1]))
+        return x
+
+
+# Fails if a factor that a callback raises later hides what it is multiplied by, or does not stay 0.
+def test_a_factor_that_is_zero_hides_nothing() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Coupled(), layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="the loss is"):
+        step(regression([4])[0])
+    copies = strategy.experimental_local_results(model.layers[0].factor.value)
+    assert [float(copy) for copy in copies] == [0.0, 0.0]

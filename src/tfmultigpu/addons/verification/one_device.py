@@ -186,11 +186,9 @@ class OneDevice:
                 first, *others = copies_of(self.strategy, variable)
                 for copy in others:
                     copy.assign(first)
-        summed: set[int] = set()  # What logical replicas add to begins at zero on one device.
         assert self._last is not None
-        for state in self._last.trace.begin_at_zero:
-            for copy in copies_of(self.strategy, state):
-                summed.add(id(copy.handle))
+        # What logical replicas add to begins at zero on one device.
+        summed = self._handles(self._last.trace.begin_at_zero)
         alike: set[int] = set()
         if self._begins_at_ones:
             alike.update(id(state.handle) for state in self._states_alike())
@@ -203,8 +201,9 @@ class OneDevice:
     def _states_alike(self) -> list[tf.Variable]:
         """Returns each copy of each state of numbers that has one value, the same on all replicas.
 
-        Of a variable that is combined when it is read, the copies of one begin would be N. What
-        Keras does with the statistics of a normalization is known, and nothing is hidden by zeros.
+        A single number that is only read, as a factor that a callback raises, is one as well. Of a
+        variable that is combined when it is read, the copies of one begin would be N. What Keras
+        does with the statistics of a normalization is known, and nothing is hidden by zeros.
         """
         known: set[int] = set()
         for layer in of_type(all_layers(self.step.model), keras.layers.BatchNormalization):
@@ -213,14 +212,25 @@ class OneDevice:
         for state in self.states:
             if not state.trainable and id(state) not in known:
                 states.append(state)
-        for own in self.own:
-            states.append(_compat.variable_of_handle(own.handle) or own)
+        assert self._last is not None
+        others = self._handles([*self.step.model.trainable_variables, *self.states])
+        numbers = [v for v in self._last.function.variables if v.shape.rank == 0]
+        read = [v for v in numbers if v.dtype.is_floating and id(v.handle) not in others]
+        for variable in [*self.own, *read]:
+            states.append(_compat.variable_of_handle(variable.handle) or variable)
         alike: list[tf.Variable] = []
         for state in states:
             when = getattr(state.synchronization, "name", state.synchronization)
             if when.lower() != "on_read" and tf.as_dtype(state.dtype) != tf.bool:
                 alike += copies_of(self.strategy, state)
         return alike
+
+    def _handles(self, variables: Iterable[KerasVariable]) -> set[int]:
+        """Returns the ``id`` of the resource of each copy of variables."""
+        found: set[int] = set()
+        for variable in variables:
+            found.update(id(copy.handle) for copy in copies_of(self.strategy, variable))
+        return found
 
     def _own_variables(self, computation: _Computation) -> list[tf.Variable]:
         """Returns what one device assigns at once: variables that Keras does not know.
@@ -233,9 +243,7 @@ class OneDevice:
         # Predictions assign those of a metric in a layer at once, and Keras adds them.
         for metric in (*self.step.metrics, *keras.layers.Layer.metrics.fget(model)):
             known += metric.variables
-        for variable in known:
-            for copy in copies_of(self.strategy, variable):
-                assigned.discard(id(copy.handle))
+        assigned -= self._handles(known)
         return [each for each in computation.function.variables if id(each.handle) in assigned]
 
     def moved(
@@ -247,10 +255,7 @@ class OneDevice:
         which the step is traced once more.
         """
         run = functools.partial(self.run, batch, program, updates=updates)
-        states: set[int] = set()
-        for state in self.states:
-            for copy in copies_of(self.strategy, state):
-                states.add(id(copy.handle))
+        states = self._handles(self.states)
 
         def move(seed: int, number: int, handle: Tensor, value: Tensor) -> Tensor:
             if id(handle) in states or not value.dtype.is_floating:
