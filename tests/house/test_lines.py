@@ -34,7 +34,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 8_060,
     "src/strategies": 2_290,
-    "tests together": 44_300,
+    "tests together": 44_400,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

@@ -194,6 +194,38 @@ def a_hook_with_a_typing_error(told: Told) -> None:
     step(features=[named("on_gradient")()])(BATCH)
 
 
+class Doubled(tmg.steps.Feature):
+    """A feature of a user that returns what it is told."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def on_gradient(self, gradient: Any) -> Any:
+        return self.returned(gradient, tuple([2.0 * each for each in gradient.tensors]))
+
+
+@example("on_gradient must return the gradient")
+def a_feature_that_returns_something_else(told: Told) -> None:
+    for returned in (
+        lambda _, tensors: tensors,
+        lambda g, tensors: g._replace(tensors=tensors[1:]),
+    ):
+        with told(tmg.TfMultiGpuError, r"Doubled\.on_gradient must return the gradient, .*"):
+            step(features=[Doubled(returned)])(BATCH)
+    step(features=[Doubled(lambda g, tensors: g._replace(tensors=tuple(tensors)))])(BATCH)
+
+
+@example("features takes a list of objects")
+def features_that_are_none(told: Told) -> None:
+    class Mine(tmg.steps.Feature):
+        pass
+
+    for features in ([Mine], Mine(), [object()]):
+        with told(TypeError, "features takes a list of objects"):
+            step(features=features)
+    step(features=[Mine()])(BATCH)
+
+
 def gathering(model: Any, batch: Any, training: bool) -> Any:
     y, outputs = tmg.gather_rows((batch[1], model(batch[0])))
     value = tf.reduce_mean(tf.square(y - outputs))

@@ -130,8 +130,8 @@ def test_a_generator_of_tensorflow_is_named(problem: Problem) -> None:
     assert "keras.random.SeedGenerator" in said
 
 
-# Fails if a draw that is alike on all replicas, as that of a seed of TensorFlow is in the first call
-# of each function, is taken for one that each call repeats.
+# Fails if a draw that is alike on all replicas, as the first by a seed of TensorFlow is in each
+# function, is taken for one that each call repeats.
 def test_a_seed_of_tensorflow_is_told(problem: Problem) -> None:
     def noisy(model: Any, x: Any, training: bool) -> Any:
         outputs = model(x + tf.random.normal([4], seed=3), training=training)

@@ -146,6 +146,7 @@ def make_train_step(
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
     parts = check_options(options)
+    check_features(features)
     # In this order. Of the functions of replicas the first feature is the innermost; the gradient
     # goes from the first to the last.
     ours: list[Feature] = []
@@ -290,6 +291,16 @@ def check_options(options: StepOptions) -> int:
 
 
 # Features -----------------------------------------------------------------------------------------
+
+
+def check_features(features: Any) -> None:
+    """Checks the features of a user."""
+    listed = features if isinstance(features, (list, tuple)) else [None]
+    if not all(isinstance(each, Feature) for each in listed):
+        raise TypeError(
+            "features takes a list of objects, each of a class of its own. Received: "
+            f"features={features!r}. Write features=[Mine()], with class Mine(tmg.steps.Feature)."
+        )
 
 
 def _dealt(logical_replicas: int | None) -> list[Feature]:

@@ -29,8 +29,9 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import check_gradients, global_norm, warn_of_variables
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.targets import Target
+from tfmultigpu.arguments import brief
 from tfmultigpu.data.batch_format import NOT_ALIKE
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.lists import by_id, map_present, present
 from tfmultigpu.steps.assignments import (
     DeferredAssignments,
@@ -398,6 +399,13 @@ def _ask_features(step: Training, gradient: Gradient) -> Gradient:
     """
     for feature in step.features:
         before, gradient = gradient, feature.on_gradient(gradient)
+        if not isinstance(gradient, Gradient) or len(gradient.tensors) != len(before.tensors):
+            raise TfMultiGpuError(
+                f"{type(feature).__name__}.on_gradient must return the gradient, with as many "
+                "tensors as it had.",
+                brief(gradient),
+                "Write return gradient._replace(tensors=tuple(tensors)).",
+            )
         gradient = gradient.completed_by(before)
     return gradient
 
