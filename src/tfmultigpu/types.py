@@ -127,6 +127,10 @@ class RunningFit(Protocol):
     callbacks: Sequence[Any]
     start: FitStart
 
+    @property
+    def logical_replicas(self) -> int | None:
+        """Into how many it cuts each batch; None if into one for each replica."""
+
     def batches(self) -> int:
         """Returns the batches so far, with those before a restart."""
 

@@ -424,3 +424,17 @@ def test_plain_values_come_back_as_they_were(small: Small, tmp_path: Path) -> No
     again = Remembers(4)
     small.fit(tmp_path / "16", lambda: [again])
     assert again._limit == 4  # Of this process: it did not change.
+
+
+# Fails if a run goes on with another cut, so that its bits end otherwise, and nobody is told.
+@pytest.mark.parametrize(("now", "told"), [(2, False), (1, True), (None, True)])
+def test_another_number_of_logical_replicas_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, now: int | None, told: bool
+) -> None:
+    small = Small()
+    with pytest.raises(Killed):
+        small.fit(tmp_path, list, Kill(5), logical_replicas=2, verify=False)
+    caplog.clear()
+    small.fit(tmp_path, logical_replicas=now, verify=False, epochs=1)
+    assert ("write tmg.fit(..., logical_replicas=2)" in caplog.text) == told
+    small.fit(tmp_path, logical_replicas=2, verify=False)

@@ -97,6 +97,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
             "stopped": not self._run.step_in_epoch and self.is_stopping(),
             "begin": [start.seed, start.first_epoch, fit.batches()],
             "sums": dict(fit.sums()),
+            "logical_replicas": fit.logical_replicas,
         }
         metrics = state.read_state(_metrics_of(fit), self._exchange)
         return description, {**arrays, **metrics}
@@ -144,6 +145,13 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
             _log.warning(
                 "The checkpoint has callbacks that were not passed, so the run may end "
                 f"differently than without the restart: {', '.join(missing)}"
+            )
+        before, now = self._stored.run["fit"]["logical_replicas"], self._fit.logical_replicas
+        if before not in (None, now):
+            _log.warning(
+                f"The checkpoint was computed with logical_replicas={before}, and the run goes on "
+                f"with {now}: the end is equal to rounding, and not bit for bit. For the same bits "
+                f"write tmg.fit(..., logical_replicas={before})."
             )
         if not self._run.step_in_epoch:  # What the next hooks do is new.
             self._undo_hooks(self._stored, self._begin)

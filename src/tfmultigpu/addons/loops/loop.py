@@ -420,6 +420,11 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         """Returns the variables of the metrics in the logs."""
         return self._training.metrics.variables()
 
+    @property
+    def logical_replicas(self) -> int | None:
+        """Into how many the step cuts each batch; None if into one for each replica."""
+        return self._training.step.logical_replicas
+
     def changed_variables(self) -> list[KerasVariable]:
         """Returns the variables that the steps change."""
         return self._training.step.changed_variables()
