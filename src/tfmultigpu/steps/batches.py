@@ -187,8 +187,8 @@ class BatchReader:
             raise DataError(
                 f"Replica {everywhere.index(0)} got no rows.",
                 f"shards of {everywhere} rows",
-                "Give step(batch) the batches of tmg.distribute_dataset as they are: it leaves no "
-                "replica without rows.",
+                "Give step(batch) the batches of tmg.distribute_dataset as they are: the step "
+                "computes one of fewer rows than replicas on all of them.",
             )
         return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
 
