@@ -31,7 +31,7 @@ BITS = (
         f"{SAME}[branches]",
     ),
     broken(
-        "an update that all replicas call is rewritten otherwise than that of one device",
+        "all logical replicas call one update, which TensorFlow rewrites by itself",
         "accumulation/replicated.py:Replicated._traces_once",
         "not tf.inside_function() or adds_in_pairs() => not tf.inside_function()",
         f"{SAME}[built]",

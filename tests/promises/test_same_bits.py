@@ -72,7 +72,7 @@ def tables() -> Any:
 
 
 def deep() -> Any:
-    """So many variables that one trace serves the update of all replicas, if it may."""
+    """Has as many variables as one trace for the update of all replicas needs."""
     return model_of(*[L.Dense(4, "tanh") for _ in range(15)], L.Dense(3))
 
 
@@ -98,7 +98,7 @@ class Halved(tmg.steps.Feature):
 
 
 ADAM = functools.partial(keras.optimizers.AdamW, 1e-2)
-# Of which TensorFlow makes other numbers in a function that is called.
+# TensorFlow rewrites its schedule to other bits in a function that is called.
 DECAY = functools.partial(keras.optimizers.AdamW, keras.optimizers.schedules.CosineDecay(1e-2, 5))
 MOMENTUM = functools.partial(keras.optimizers.SGD, 0.1, 0.9, use_ema=True, ema_momentum=0.9)
 METRICS: list[Callable[[], Any]] = [

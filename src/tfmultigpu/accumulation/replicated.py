@@ -162,9 +162,9 @@ class Replicated:
     def _traces_once(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> bool:
         """Returns whether the first replica traces the update for all of them.
 
-        They differ in their copies of the variables alone, if the gradients exist once. Logical
-        replicas do not, for TensorFlow rewrites a function that is called otherwise than the update
-        of an owner, or of one device: a schedule then rounds otherwise.
+        They differ in their copies of the variables alone, if the gradients exist once. TensorFlow
+        rewrites a function that is called by itself, and its numbers may round otherwise than on
+        one device. So with logical replicas each replica has a trace.
         """
         if not tf.inside_function() or adds_in_pairs():
             return False

@@ -295,10 +295,10 @@ def check_options(options: StepOptions) -> int:
 
 def check_features(features: Any) -> None:
     """Checks the features of a user."""
-    listed = features if isinstance(features, (list, tuple)) else [None]
-    if not all(isinstance(each, Feature) for each in listed):
+    is_list = isinstance(features, Sequence)
+    if not is_list or not all(isinstance(each, Feature) for each in features):
         raise TypeError(
-            "features takes a list of objects, each of a class of its own. Received: "
+            "features takes a list of objects of subclasses of tmg.steps.Feature. Received: "
             f"features={features!r}. Write features=[Mine()], with class Mine(tmg.steps.Feature)."
         )
 

@@ -401,8 +401,7 @@ def _ask_features(step: Training, gradient: Gradient) -> Gradient:
         before, gradient = gradient, feature.on_gradient(gradient)
         if not isinstance(gradient, Gradient) or len(gradient.tensors) != len(before.tensors):
             raise TfMultiGpuError(
-                f"{type(feature).__name__}.on_gradient must return the gradient, with as many "
-                "tensors as it had.",
+                f"{type(feature).__name__}.on_gradient must return the gradient, with all tensors.",
                 brief(gradient),
                 "Write return gradient._replace(tensors=tuple(tensors)).",
             )
