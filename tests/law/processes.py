@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -92,7 +93,8 @@ class Worker:
             if self.code is not None and not self._connection.poll(0.0):
                 raise WorkerRaised([f"exit code {self.code}"], self.printed())
             if time.monotonic() > end:  # A later call would get this one's result.
-                self.send_signal(signal.SIGKILL)
+                self.send_signal(signal.SIGABRT)
+                self.wait()
                 raise AssertionError(f"no result in {seconds} s: {self.printed()}")
         try:
             kind, *values = self._connection.recv()
@@ -183,6 +185,8 @@ def call_all(
         except (AssertionError, WorkerRaised) as error:
             errors.append(error)
     if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"Another worker: {other}")
         raise errors[0]
     return results
 
@@ -240,6 +244,7 @@ def _be_worker(connection: Connection, log: str, environment: dict[str, str]) ->
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for there in (1, 2):
         os.dup2(output, there)
+    faulthandler.enable()  # SIGABRT prints the stacks of all threads.
     for name in ("TF_CONFIG", "PYTEST_XDIST_WORKER"):
         os.environ.pop(name, None)
     os.environ.update({"PYTHONPATH": os.pathsep.join(sys.path)} | environment)

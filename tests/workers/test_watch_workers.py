@@ -18,7 +18,7 @@ import this_worker
 from law import worker_functions
 from law.processes import Worker, call_all, pool, wait_until_printed
 from problems import network
-from watching.hangs import LIMIT, hearing, when_heard
+from watching.hangs import LIMIT, Said, hearing, when_heard
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.watching.causes import in_words_of, read_reports
@@ -53,11 +53,11 @@ def data_of(before_the_last: Callable[[], None]) -> Any:
     return tmg.distribute_dataset(batches, this_worker.strategy())
 
 
-def wait_for(file: Path) -> None:
-    """Hangs, until the other worker has said what was expected."""
+def wait_for(file: Path, said: Said) -> None:
+    """Hangs, at one line, until both workers have said what was expected."""
     end = time.monotonic() + LIMIT
-    while not file.exists():
-        assert time.monotonic() < end
+    while not (file.exists() and said.heard.is_set()):
+        assert time.monotonic() < end, (said.words, said.texts)
         time.sleep(0.01)
 
 
@@ -70,8 +70,7 @@ def hang(cause: str, words: str, folder: str) -> str:
 
         def hang_here() -> None:
             if worker == 1:
-                wait_for(said_file)
-                said.wait()
+                wait_for(said_file, said)
 
         if worker == 0:
             when_heard(said, said_file.touch)
@@ -122,7 +121,7 @@ CAUSES = {
 # Fails if the worker that the others wait for is not named, with its place, or the steps of both.
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_worker_at_fault_is_named(both: list[Worker], tmp_path: Path, cause: str) -> None:
-    said, _ = call_all(both, hang, cause, CAUSES[cause], str(tmp_path), seconds=LIMIT)
+    said, _ = call_all(both, hang, cause, CAUSES[cause], str(tmp_path), seconds=2 * LIMIT)
     assert "Worker 1 of 2 " in said
     if cause == "a batch less":
         last = re.search(r"; the last was step (\d+) of TrainStep, at test_watch_workers", said)
