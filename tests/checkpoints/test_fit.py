@@ -436,5 +436,5 @@ def test_another_number_of_logical_replicas_is_told(
         small.fit(tmp_path, list, Kill(5), logical_replicas=2, verify=False)
     caplog.clear()
     small.fit(tmp_path, logical_replicas=now, verify=False, epochs=1)
-    assert ("write tmg.fit(..., logical_replicas=2)" in caplog.text) == told
+    assert ("write logical_replicas=2, in tmg.fit" in caplog.text) == told
     small.fit(tmp_path, logical_replicas=2, verify=False)

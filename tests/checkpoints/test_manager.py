@@ -216,24 +216,42 @@ def test_names_that_keras_counts_in_a_process_do_not_matter(tmp_path: Path) -> N
     assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0
 
 
+def said_of_a_resume(folder: Path, caplog: Any, logical: int | None = None) -> str:
+    """Resumes a run of one step by hand, saves it, and returns what was logged."""
+    with strategy_of(2).scope():
+        model, optimizer = network(4, keras.layers.Dense(1)), keras.optimizers.SGD()
+    options: Any = {"verify": False, "logical_replicas": logical}
+    step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), **options)
+    checkpoints = tmg.Checkpoints(folder, train_step=step)
+    caplog.clear()
+    checkpoints.restore()
+    step((X, Y))
+    checkpoints.after_step()
+    checkpoints.save()
+    said: str = caplog.text
+    return said
+
+
 # Fails if a run goes on with kernels that may add in another order, and nobody is told.
 def test_other_kernels_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resumed() -> str:
-        with strategy_of(2).scope():
-            model, optimizer = network(4, keras.layers.Dense(1)), keras.optimizers.SGD()
-        step = tmg.make_train_step(model, optimizer, "mse", strategy_of(2), verify=False)
-        checkpoints = tmg.Checkpoints(tmp_path, train_step=step)
-        caplog.clear()
-        checkpoints.restore()
-        step((X, Y))
-        checkpoints.after_step()
-        checkpoints.save()
-        return caplog.text
-
-    assert "computed by" not in resumed() + resumed()
+    for _ in range(2):
+        assert "computed by" not in said_of_a_resume(tmp_path, caplog)
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "97")
-    told = re.search(r"computed by CPU with \d+ threads, and .* CPU with 97 threads", resumed())
+    told = re.search(
+        r"computed by CPU with \d+ threads, and .* CPU with 97 threads",
+        said_of_a_resume(tmp_path, caplog),
+    )
     assert told is not None
-    assert "computed by" not in resumed()
+    assert "computed by" not in said_of_a_resume(tmp_path, caplog)
+
+
+# Fails if a loop by hand goes on with another cut, so that its bits end otherwise, unsaid.
+def test_another_number_of_logical_replicas_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "For the same bits write logical_replicas=2, in tmg.fit or tmg.make_train_step."
+    for logical, told in ((None, False), (2, False), (2, False), (4, True), (4, False)):
+        assert (line in said_of_a_resume(tmp_path, caplog, logical)) == told
+    assert "goes on with None" in said_of_a_resume(tmp_path, caplog)

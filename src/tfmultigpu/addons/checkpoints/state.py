@@ -44,7 +44,11 @@ _SEEDS = "seeds"
 
 
 class RunVariables:
-    """The variables of models, optimizers, seeds and extra objects; all workers call alike."""
+    """The variables of models, optimizers, seeds and extra objects; all workers call alike.
+
+    Attributes:
+        step: The train step; None if models were given in its place.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class RunVariables:
             )
         strategy = strategy_of(model)
         check_kinds(model, strategy, *([] if optimizer is None else [optimizer]))
-        self._optimizer, self._step = optimizer, train_step
+        self._optimizer, self.step = optimizer, train_step
         # Each trained model with its optimizer, by the begin of the names of variables.
         self._parts = {"": parts[0]}
         for number, part in enumerate(parts[1:], 1):
@@ -88,8 +92,8 @@ class RunVariables:
     def all(self) -> Variables:
         """Returns all variables of TensorFlow that exist, by group, number in it, and path."""
         groups: dict[str, Iterable[KerasVariable]] = {**_extra_variables(self._extra)}
-        if self._step is not None:
-            groups["step/metrics"] = _variables_of(self._step.metrics)
+        if self.step is not None:
+            groups["step/metrics"] = _variables_of(self.step.metrics)
         for prefix, (model, optimizer) in self._parts.items():
             groups[f"{prefix}model"] = model.variables
             groups[f"{prefix}attributes"] = _untracked_variables(model)
@@ -109,9 +113,9 @@ class RunVariables:
     def read(self, data: ShardedDataset | None) -> Arrays:
         """Returns the arrays of all variables by name; checks that they are all, and alike."""
         self._build(data)
-        if self._step is not None:
-            self.check_holds(self._step.changed_variables())
-            self.check_holds_states(self._step.other_states())
+        if self.step is not None:
+            self.check_holds(self.step.changed_variables())
+            self.check_holds_states(self.step.other_states())
         alike: list[KerasVariable] = []
         for model, optimizer in self._parts.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
@@ -156,10 +160,10 @@ class RunVariables:
         spec = None if data is None else data.cut.element_spec
         for model, optimizer in self._parts.values():
             prepare_model(model, strategy, spec)
-            if self._step is None and optimizer is not None and not optimizer.built:
+            if self.step is None and optimizer is not None and not optimizer.built:
                 choose_update(optimizer, model.trainable_variables, strategy, shard_update)
-        if self._step is not None and spec is not None:
-            self._step.runner.settle(lambda: spec)
+        if self.step is not None and spec is not None:
+            self.step.runner.settle(lambda: spec)
 
     def _tables(self) -> Tables:
         """Returns the tables in attributes of layers and in extra objects, by name."""

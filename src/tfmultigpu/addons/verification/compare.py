@@ -36,7 +36,7 @@ class Verification:
 
     Attributes:
         outcome: ``"same"``, ``"different"``, or ``"not verified"``.
-        reason: Why it was not verified; empty otherwise.
+        reason: Why it, or a part of it, was not verified; empty otherwise.
         differences: What differs, with both numbers; a warning has the first.
         culprit: The first layer, loss or state that depends on how the batch was cut; empty if it
             was not found.

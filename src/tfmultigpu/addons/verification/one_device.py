@@ -60,6 +60,8 @@ class OneDevice:
         kept: What puts back what the step changes.
         smooth: How many of these are compared with one device; of others, replicas with each other.
         own: The variables of TensorFlow that the code of the user assigns; known once run.
+        left_out: Features that change the gradient and have nothing in their place here, for which
+            the update is not compared.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class OneDevice:
         self._last: _Computation | None = None
         self.updated: list[KerasVariable] = []
         self.smooth = 0
-        if _update_is_known(step):
+        self.left_out = _changes_left_out(step)
+        if isinstance(step, TrainStep) and not self.left_out:
             # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
             # does to a weight may not, as Adam where a gradient is nothing but rounding.
             slots = [each for each in units_of(step.optimizer.variables) if len(each.shape)]
@@ -316,15 +319,14 @@ def _in_one_piece(batch: Shard) -> Shards:
     return shards_of(strategy, *cut_batch(strategy, batch))
 
 
-def _update_is_known(step: Any) -> bool:
-    """Returns whether one device knows the update: what all features do to the gradient."""
-    if not isinstance(step, TrainStep):
-        return False
+def _changes_left_out(step: Any) -> list[Feature]:
+    """Returns the features that change the gradient, but not on one device."""
+    found = []
     for feature in step.features:
         changes = type(feature).on_gradient is not Feature.on_gradient
         if changes and feature.on_one_device() is None:
-            return False
-    return True
+            found.append(feature)
+    return found
 
 
 def numbered(name: str, values: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -240,7 +240,7 @@ class Verify(Feature):
             return said, {}
         with self._moments.left_out():
             outcomes, later = self._outcomes(batch, rows, kind)
-        return [*said, *[each for each in outcomes if each.outcome != "same"]], later
+        return [*said, *[each for each in outcomes if each != Verification("same")]], later
 
     def _outcomes(
         self, batch: Batch, rows: int, kind: _Kind
@@ -389,7 +389,7 @@ class Verify(Feature):
                 return _Comparison(Verification("not verified", _REWRITTEN), one)
         outcome = Verification("different", "", tuple(map(str, beyond)))
         if not told[2]:
-            outcome = Verification("same")
+            outcome = Verification("same", _without_update(one.device.left_out))
             self._saw_update = True
         if told[0] and not told[1]:
             name = found[0].name if found else "a quantity"
@@ -484,8 +484,19 @@ class _Comparison:
     beyond: Sequence[Quantity] = ()
 
 
+def _without_update(left_out: Sequence[Feature]) -> str:
+    """Returns why the update was not compared; "" if it was."""
+    if not left_out:
+        return ""
+    names = ", ".join(type(feature).__name__ for feature in left_out)
+    return (
+        f"The update was not compared: {names} changes the gradient, and on one device nothing "
+        "does. Write in it: def on_one_device(self): return self, or what takes its place there."
+    )
+
+
 def _warn_of(outcome: Verification) -> None:
-    if outcome.outcome == "different":
+    if outcome.outcome == "different" or (outcome.outcome == "same" and outcome.reason):
         warn(str(outcome), ReplicaDependenceWarning)
     elif outcome.reason:
         warn(
