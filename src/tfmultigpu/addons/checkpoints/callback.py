@@ -56,17 +56,6 @@ class EventsOfFit:
     end: Callable[[], None]
 
 
-def say_if_cut_otherwise(stored: Stored, now: int | None) -> None:
-    """Warns if a run goes on with another number of logical replicas than a checkpoint has."""
-    before = stored.run["logical_replicas"]
-    if before not in (None, now):
-        _log.warning(
-            f"The checkpoint was computed with logical_replicas={before}, and the run goes on "
-            f"with {now}: the end is equal to rounding, and not bit for bit. For the same bits "
-            f"write logical_replicas={before}, in tmg.fit or tmg.make_train_step."
-        )
-
-
 class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: ignore[misc]
     """The running ``fit`` of a ``Checkpoints``, or a stored one until a ``fit`` has resumed it.
 
@@ -94,16 +83,6 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
         # The states of callbacks and their arrays, once training has begun.
         self._begin: tuple[_States, Arrays] | None = None
 
-    @property
-    def logical_replicas(self) -> int | None:
-        """Into how many the steps cut each batch, as far as it is known."""
-        if self._fit is not None:
-            return self._fit.logical_replicas
-        if self._variables.step is not None:
-            return self._variables.step.logical_replicas
-        dealt: int | None = None if self._stored is None else self._stored.run["logical_replicas"]
-        return dealt
-
     def read(self) -> tuple[Any, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._stored is not None:
@@ -118,6 +97,7 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
             "stopped": not self._run.step_in_epoch and self.is_stopping(),
             "begin": [start.seed, start.first_epoch, fit.batches()],
             "sums": dict(fit.sums()),
+            "logical_replicas": fit.logical_replicas,
         }
         metrics = state.read_state(_metrics_of(fit), self._exchange)
         return description, {**arrays, **metrics}
@@ -166,8 +146,8 @@ class CheckpointCallback(keras.callbacks.Callback, ResumingCallback):  # type: i
                 "The checkpoint has callbacks that were not passed, so the run may end "
                 f"differently than without the restart: {', '.join(missing)}"
             )
-        if self._variables.step is None:  # Else it was said by ``restore``.
-            say_if_cut_otherwise(self._stored, self._fit.logical_replicas)
+        before = self._stored.run["fit"]["logical_replicas"]
+        state.say_if_cut_otherwise(before, self._fit.logical_replicas)
         if not self._run.step_in_epoch:  # What the next hooks do is new.
             self._undo_hooks(self._stored, self._begin)
 

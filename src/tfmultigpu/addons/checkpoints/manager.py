@@ -11,11 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.addons.checkpoints.callback import (
-    CheckpointCallback,
-    EventsOfFit,
-    say_if_cut_otherwise,
-)
+from tfmultigpu.addons.checkpoints.callback import CheckpointCallback, EventsOfFit
 from tfmultigpu.addons.checkpoints.files import newest, save
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.addons.checkpoints.stop_signals import StopSignal, StopVote
@@ -148,7 +144,7 @@ class Checkpoints:
             "step_in_epoch": self.step_in_epoch,
             "data": self._known,
             "owned": self._variables.is_owned,
-            "logical_replicas": self._callback.logical_replicas,
+            "logical_replicas": self._variables.logical_replicas,
             "fit": fit,
             "kernels": self._kernels,
         }
@@ -180,8 +176,6 @@ class Checkpoints:
                 "bit for bit. For the same bits take devices of the same type, and on CPUs set "
                 "TF_NUM_INTRAOP_THREADS to one number on all machines."
             )
-        if (step := self._variables.step) is not None:
-            say_if_cut_otherwise(stored, step.logical_replicas)
         if self.data is not None:
             self.data.pass_over(self.epoch, compare=not self.step_in_epoch)
         return self._steps

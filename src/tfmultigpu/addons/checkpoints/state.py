@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,14 +42,21 @@ from tfmultigpu.types import Array, KerasModel, KerasOptimizer, KerasVariable, S
 
 Variables: TypeAlias = dict[str, tf.Variable]  # By group, number and path.
 _SEEDS = "seeds"
+_log = logging.getLogger("tfmultigpu")
+
+
+def say_if_cut_otherwise(before: int | None, now: int | None) -> None:
+    """Warns if a run that is resumed has another number of logical replicas than before."""
+    if before not in (None, now):
+        _log.warning(
+            f"The checkpoint was computed with logical_replicas={before}, and the run goes on "
+            f"with {now}: the end is equal to rounding, and not bit for bit. For the same bits "
+            f"write logical_replicas={before}, in tmg.fit or tmg.make_train_step."
+        )
 
 
 class RunVariables:
-    """The variables of models, optimizers, seeds and extra objects; all workers call alike.
-
-    Attributes:
-        step: The train step; None if models were given in its place.
-    """
+    """The variables of models, optimizers, seeds and extra objects; all workers call alike."""
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class RunVariables:
             )
         strategy = strategy_of(model)
         check_kinds(model, strategy, *([] if optimizer is None else [optimizer]))
-        self._optimizer, self.step = optimizer, train_step
+        self._optimizer, self._step = optimizer, train_step
         # Each trained model with its optimizer, by the begin of the names of variables.
         self._parts = {"": parts[0]}
         for number, part in enumerate(parts[1:], 1):
@@ -92,8 +100,8 @@ class RunVariables:
     def all(self) -> Variables:
         """Returns all variables of TensorFlow that exist, by group, number in it, and path."""
         groups: dict[str, Iterable[KerasVariable]] = {**_extra_variables(self._extra)}
-        if self.step is not None:
-            groups["step/metrics"] = _variables_of(self.step.metrics)
+        if self._step is not None:
+            groups["step/metrics"] = _variables_of(self._step.metrics)
         for prefix, (model, optimizer) in self._parts.items():
             groups[f"{prefix}model"] = model.variables
             groups[f"{prefix}attributes"] = _untracked_variables(model)
@@ -113,9 +121,9 @@ class RunVariables:
     def read(self, data: ShardedDataset | None) -> Arrays:
         """Returns the arrays of all variables by name; checks that they are all, and alike."""
         self._build(data)
-        if self.step is not None:
-            self.check_holds(self.step.changed_variables())
-            self.check_holds_states(self.step.other_states())
+        if self._step is not None:
+            self.check_holds(self._step.changed_variables())
+            self.check_holds_states(self._step.other_states())
         alike: list[KerasVariable] = []
         for model, optimizer in self._parts.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
@@ -135,6 +143,8 @@ class RunVariables:
     def restore(self, stored: Stored, data: ShardedDataset | None) -> None:
         """Restores a checkpoint; what is not built yet is built as a step would."""
         strategy, arrays = self.exchange.strategy, stored.arrays
+        if self._step is not None:
+            say_if_cut_otherwise(stored.run["logical_replicas"], self.logical_replicas)
         is_owned = stored.run["owned"] and is_mirrored(strategy)
         self._build(data, is_owned or "auto")
         for prefix, (_, optimizer) in self._parts.items():
@@ -146,6 +156,11 @@ class RunVariables:
             with strategy.scope():
                 _compat.set_global_seeds(keras.random.SeedGenerator(0))
         self.write(arrays, stored.path)
+
+    @property
+    def logical_replicas(self) -> int | None:
+        """Into how many the train step cuts each batch, if there is one that does."""
+        return None if self._step is None else self._step.logical_replicas
 
     @property
     def is_owned(self) -> bool:
@@ -160,10 +175,10 @@ class RunVariables:
         spec = None if data is None else data.cut.element_spec
         for model, optimizer in self._parts.values():
             prepare_model(model, strategy, spec)
-            if self.step is None and optimizer is not None and not optimizer.built:
+            if self._step is None and optimizer is not None and not optimizer.built:
                 choose_update(optimizer, model.trainable_variables, strategy, shard_update)
-        if self.step is not None and spec is not None:
-            self.step.runner.settle(lambda: spec)
+        if self._step is not None and spec is not None:
+            self._step.runner.settle(lambda: spec)
 
     def _tables(self) -> Tables:
         """Returns the tables in attributes of layers and in extra objects, by name."""

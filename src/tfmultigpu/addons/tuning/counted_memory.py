@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from tfmultigpu.accumulation.replicated import assign_owners
-from tfmultigpu.accumulation.targets import Target
 from tfmultigpu.addons.tuning.live_bytes import least_bytes
 from tfmultigpu.addons.tuning.memory_plan import (
     DeviceMemory,
@@ -287,7 +286,9 @@ class _Counting:
             table, size = whole_of(target.variable), bytes_of([target.variable])
             gradient = gradients.get(id(target.variable))
             state = states[id(table)] * size // max(bytes_of([table]), 1)
-            owner = self._owner_of(target)
+            owner = None
+            if target.device is not None:
+                owner = self._devices.index(parse_device_name(target.device))
             units.append(
                 _Unit(
                     size,
@@ -302,11 +303,6 @@ class _Counting:
                 )
             )
         return units
-
-    def _owner_of(self, target: Target) -> int | None:
-        if target.device is None:
-            return None
-        return self._devices.index(parse_device_name(target.device))
 
     def _as_it_is(self) -> tuple[DeviceMemory, ...]:
         """Returns the bytes of each device, of the variables that are there."""
@@ -400,7 +396,9 @@ class _Counting:
         if not is_mirrored(self._strategy) or sharded:
             return
         if any(unit.owner is not None for unit in flat):
-            each = [self._without_owners(of_step) for of_step in units]
+            each = []
+            for of_step in units:
+                each.append([dataclasses.replace(unit, owner=None) for unit in of_step])
             yield "shard_update=False", "all of the optimizer state on each device", each, setting
         else:
             each = self._owned(units)
@@ -413,9 +411,6 @@ class _Counting:
         if not any(unit.is_rows for units in self._units for unit in units):
             return self._units
         return self._units_of(self._traced(self._rows_at_once(setting)))
-
-    def _without_owners(self, units: Sequence[_Unit]) -> list[_Unit]:
-        return [dataclasses.replace(unit, owner=None) for unit in units]
 
     def _owned(self, steps: Sequence[Sequence[_Unit]]) -> list[list[_Unit]]:
         """Returns the units with the owners that an update gives them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import keras
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.addons.verification.other_scale import OtherScale
+from tfmultigpu._patch import setting
 from tfmultigpu.addons.verification.putting_back import Before, Kept
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.lists import of_type
@@ -32,6 +32,9 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import Array, Function, KerasVariable, Nested, Shard, Tensor
 
 Numbers: TypeAlias = dict[str, Array]  # Of one run, by what they are.
+# So near to 1 that a gradient which depends on the scale, as one that a layer clips, is not taken
+# for rounding: nearer factors change it less, and change rounding as much as before.
+_FACTORS = 1.0, 1.0005, 0.9993
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +63,7 @@ class OneDevice:
         kept: What puts back what the step changes.
         smooth: How many of these are compared with one device; of others, replicas with each other.
         own: The variables of TensorFlow that the code of the user assigns; known once run.
-        left_out: Features that change the gradient and have nothing in their place here, for which
-            the update is not compared.
+        left_out: Why the update is not compared; "" if it is.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class OneDevice:
         self._last: _Computation | None = None
         self.updated: list[KerasVariable] = []
         self.smooth = 0
-        self.left_out = _changes_left_out(step)
+        self.left_out = _why_no_update(step.features)
         if isinstance(step, TrainStep) and not self.left_out:
             # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
             # does to a weight may not, as Adam where a gradient is nothing but rounding.
@@ -172,14 +174,9 @@ class OneDevice:
         """Returns whether a state that replicas assign begins at zero; known once run."""
         return any(bool(tf.reduce_all(each == 0)) for each in self._states_alike())
 
-    @contextmanager
-    def beginning_at_ones(self) -> Iterator[None]:
+    def beginning_at_ones(self) -> AbstractContextManager[None]:
         """Has states that are zero begin at one, here and where ``begin`` is called."""
-        self._begins_at_ones = True
-        try:
-            yield
-        finally:
-            self._begins_at_ones = False
+        return setting(self, _begins_at_ones=True)
 
     def begin(self, before: Sequence[Before], program: Program) -> None:
         """Assigns what states of ``program`` begin at, given what they are put back to."""
@@ -276,7 +273,7 @@ class OneDevice:
         self, batch: Shard, program: Program, still: Numbers, *, updates: bool
     ) -> list[Numbers]:
         """Returns the arrays with what the scale of the loss changes in the gradient."""
-        scale = OtherScale()
+        scale = _OtherScale()
         # It is traced by itself, and of code that counts its traces another trace is another step.
         scaled = OneDevice(self.step, self.measure, self.kept, by_itself=True, features=[scale])
         run = functools.partial(scaled.run, batch, program, updates=updates)
@@ -314,19 +311,44 @@ class OneDevice:
         phases.advance(self.step.features, gradient, [])
 
 
+class _OtherScale(Feature):
+    """Multiplies the loss, and the step divides the gradient: it is as it was, rounded otherwise.
+
+    Where many equal numbers are added, as of an average over an image, each addition rounds in the
+    same direction. Weights that are moved by one rounding change little of that, another scale
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._factor = tf.Variable(tf.ones([]), trainable=False)
+
+    def scales(self) -> Iterator[float]:
+        """Sets one factor after the other, and yields it."""
+        for factor in _FACTORS:
+            self._factor.assign(factor)
+            yield factor
+
+    def loss_factor(self) -> tf.Tensor:
+        """Returns the factor."""
+        return tf.convert_to_tensor(self._factor)
+
+
 def _in_one_piece(batch: Shard) -> Shards:
     strategy = tf.distribute.get_strategy()
     return shards_of(strategy, *cut_batch(strategy, batch))
 
 
-def _changes_left_out(step: Any) -> list[Feature]:
-    """Returns the features that change the gradient, but not on one device."""
-    found = []
-    for feature in step.features:
+def _why_no_update(features: Sequence[Feature]) -> str:
+    """Returns why updates are not compared; "" if one device knows what features do to them."""
+    for feature in features:
         changes = type(feature).on_gradient is not Feature.on_gradient
         if changes and feature.on_one_device() is None:
-            found.append(feature)
-    return found
+            return (
+                f"The update was not compared: {type(feature).__name__} changes the gradient, and "
+                "on one device nothing does. Write in it: def on_one_device(self): return self, "
+                "or what takes its place there."
+            )
+    return ""
 
 
 def numbered(name: str, values: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -389,7 +389,7 @@ class Verify(Feature):
                 return _Comparison(Verification("not verified", _REWRITTEN), one)
         outcome = Verification("different", "", tuple(map(str, beyond)))
         if not told[2]:
-            outcome = Verification("same", _without_update(one.device.left_out))
+            outcome = Verification("same", one.device.left_out)
             self._saw_update = True
         if told[0] and not told[1]:
             name = found[0].name if found else "a quantity"
@@ -482,17 +482,6 @@ class _Comparison:
     verification: Verification
     one: _One | None = None
     beyond: Sequence[Quantity] = ()
-
-
-def _without_update(left_out: Sequence[Feature]) -> str:
-    """Returns why the update was not compared; "" if it was."""
-    if not left_out:
-        return ""
-    names = ", ".join(type(feature).__name__ for feature in left_out)
-    return (
-        f"The update was not compared: {names} changes the gradient, and on one device nothing "
-        "does. Write in it: def on_one_device(self): return self, or what takes its place there."
-    )
 
 
 def _warn_of(outcome: Verification) -> None:
