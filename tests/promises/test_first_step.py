@@ -117,7 +117,7 @@ class AddsOneAfterTheOther(L.Layer):
 
 # Fails if equal numbers, which each addition rounds in the same direction, raise an alarm.
 def test_a_long_sum_of_equal_numbers_raises_no_alarm() -> None:
-    repeated = functools.partial(L.RepeatVector, 20_000)
+    repeated = functools.partial(L.RepeatVector, 60_000)
     step = step_of(repeated, AddsOneAfterTheOther, L.GlobalAveragePooling1D)
     assert told(step) == []
     assert step.verification.outcome == "same"
