@@ -99,7 +99,7 @@ class OneDevice:
         self._last: _Computation | None = None
         self.updated: list[KerasVariable] = []
         self.smooth = 0
-        self.left_out = _why_no_update(step.features)
+        self.left_out = _why_no_update(step)
         if isinstance(step, TrainStep) and not self.left_out:
             # What an optimizer keeps, as a momentum, follows smoothly from the gradient. What it
             # does to a weight may not, as Adam where a gradient is nothing but rounding.
@@ -338,11 +338,11 @@ def _in_one_piece(batch: Shard) -> Shards:
     return shards_of(strategy, *cut_batch(strategy, batch))
 
 
-def _why_no_update(features: Sequence[Feature]) -> str:
+def _why_no_update(step: Any) -> str:
     """Returns why updates are not compared; "" if one device knows what features do to them."""
-    for feature in features:
+    for feature in step.features:
         changes = type(feature).on_gradient is not Feature.on_gradient
-        if changes and feature.on_one_device() is None:
+        if changes and isinstance(step, TrainStep) and feature.on_one_device() is None:
             return (
                 f"The update was not compared: {type(feature).__name__} changes the gradient, and "
                 "on one device nothing does. Write in it: def on_one_device(self): return self, "
