@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "tfmultigpu"
 
 # Lines, blank ones included.
 BUDGETS = {
-    "src together": 33_600,
+    "src together": 33_640,
     "src/*": 1_460,
     "src/_compat": 1_010,
     "src/accumulation": 3_170,
@@ -34,7 +34,7 @@ BUDGETS = {
     "src/devices": 700,
     "src/steps": 8_060,
     "src/strategies": 2_290,
-    "tests together": 44_400,
+    "tests together": 44_500,
 }
 
 # The most that src may have; where it is per 1,000 lines, lines that are not blank.

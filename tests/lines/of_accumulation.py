@@ -612,6 +612,48 @@ def one_gradient_too_few(told: Told) -> None:
     tmg.apply_reduced_gradients(optimizer, [tf.ones([4, 2]), None], variables)
 
 
+class Centralized(keras.optimizers.SGD):
+    """Takes the mean out of each gradient, where the train_step of Keras calls it."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        pairs = [(g - tf.reduce_mean(g, 0, keepdims=True), v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+class CentralizedInApply(keras.optimizers.SGD):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        grads = [g - tf.reduce_mean(g, 0, keepdims=True) for g in grads]
+        super().apply(grads, trainable_variables)
+
+
+class Scales(keras.optimizers.SGD):
+    def scale_loss(self, loss: Any) -> Any:
+        return 3.0 * super().scale_loss(loss)
+
+
+@example("The optimizer replaces {} of Keras")
+def methods_that_replicas_do_not_call(told: Told) -> None:
+    def trained(optimizer: Any, weight: Any = None, *, by_keras: bool = False) -> Any:
+        with strategy_of(1 if by_keras else 2).scope():
+            model = dense()
+            model.compile(optimizer(0.1), "mse", loss_weights=weight)
+        model.set_weights([np.ones((4, 2)), np.zeros(2)])
+        options: Any = {"batch_size": 2, "shuffle": False, "verbose": 0}
+        if by_keras:
+            model.fit(X, Y, **options)
+        else:
+            fit(X, Y, model=model, **options)
+        return model.get_weights()
+
+    own = ((Centralized, CentralizedInApply, None), (Scales, keras.optimizers.SGD, [3.0]))
+    for optimizer, instead, weight in own:
+        with told(tmg.TfMultiGpuError, rf"{optimizer.__name__}\."):
+            trained(optimizer)
+        pairs = zip(trained(instead, weight), trained(optimizer, by_keras=True), strict=True)
+        for actual, expected in pairs:
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 @example("Replicas cannot train with gradient_accumulation_steps")
 def gradient_accumulation_steps(told: Told) -> None:
     size = 2

@@ -381,6 +381,39 @@ def a_train_step(told: Told) -> None:
     tmg.fit(model, (X, Y), forward=forward, verbose=0)
 
 
+class OwnProperties(keras.Sequential):
+    """Has a penalty, or what it trains, in a property that Keras' train_step reads."""
+
+    @property
+    def losses(self) -> Any:
+        return [*super().losses, 0.01 * tf.reduce_sum(tf.square(self.layers[-1].kernel))]
+
+
+class OwnTrained(keras.Sequential):
+    @property
+    def trainable_weights(self) -> Any:
+        return super().trainable_weights[-2:]
+
+
+@example("The model replaces {} of Keras")
+def a_property_that_keras_reads(told: Told) -> None:
+    def own(kind: Any = OwnProperties, penalty: Any = None) -> Any:
+        head = keras.layers.Dense(2, kernel_regularizer=penalty)
+        return compiled(build=lambda: kind([keras.Input((4,)), keras.layers.Dense(3), head]))
+
+    with told(tmg.errors.LossError, r"OwnProperties\.losses.*kernel_regularizer='l2'"):
+        fit(X, Y, model=own())
+    model = own(keras.Sequential, "l2")
+    fit(X, Y, model=model)
+    with told(tmg.errors.LossError, r"OwnTrained\.trainable_weights.*layer\.trainable = False"):
+        fit(X, Y, model=own(OwnTrained))
+    model = own(keras.Sequential)
+    model.layers[0].trainable = False
+    before = model.layers[0].get_weights()[0]
+    fit(X, Y, model=model)
+    np.testing.assert_array_equal(model.layers[0].get_weights()[0], before)
+
+
 @example("The predictions of the batches do not make one array")
 def predictions_of_other_lengths(told: Told) -> None:
     model = made(lambda: keras.Sequential([keras.Input((None,)), keras.layers.Identity()]))

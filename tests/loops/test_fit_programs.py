@@ -212,3 +212,43 @@ def test_programs_that_exclude_each_other(subtests: pytest.Subtests) -> None:
         with subtests.test(words), pytest.raises(error, match=words):
             tmg.fit(trained, data(), verbose=0, **options)
     assert not int(step.optimizer.iterations.numpy())
+
+
+class Swaps(keras.optimizers.SGD):
+    """At the end weights and their averages change places: twice would be nothing."""
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.averages = [self.add_variable_from_reference(v, "average") for v in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        average = self.averages[self._get_variable_index(variable)]
+        average.assign(0.9 * average + 0.1 * variable)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        for variable in var_list:
+            average = self.averages[self._get_variable_index(variable)]
+            before = keras.ops.copy(variable)
+            variable.assign(average)
+            average.assign(before)
+
+
+# Fails if the end of a training is told to an optimizer of the user twice, or if labels that are
+# true or false have no class weight.
+def test_an_optimizer_with_an_end_and_boolean_labels_train_as_in_keras() -> None:
+    def trained(replicas: int, fit: Any) -> Any:
+        keras.utils.set_random_seed(SEED)
+        with strategy_of(replicas).scope():
+            model = network(4, keras.layers.Dense(1, "sigmoid"))
+            model.compile(Swaps(0.1), "binary_crossentropy")
+            model.optimizer.build(model.trainable_variables)
+        options = {"class_weight": {0: 1.0, 1: 3.0}, "batch_size": 4, "shuffle": False}
+        losses = fit(model, ROWS, ROWS[:, 0] > 0, epochs=2, verbose=0, **options).history["loss"]
+        return losses, *model.get_weights(), *map(np.asarray, model.optimizer.averages)
+
+    expected = trained(1, keras.Model.fit)
+    for replicas in (1, 2):
+        for value, other in zip(trained(replicas, tmg.fit), expected, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from law.pair import strategy_of
 
 import tfmultigpu as tmg
@@ -149,6 +149,7 @@ def fitting(largest: int, tried: list[int]) -> Callable[[int], None]:
 # Fails if the result does not fit, is not the largest that does, or lies above the limit; or if a
 # size is tried twice or the search goes on by single rows.
 @settings(max_examples=8)
+@example(largest=5000, start=3, limit=100)
 @given(
     largest=st.integers(1, 5000), start=st.integers(1, 300), limit=st.none() | st.integers(1, 6000)
 )

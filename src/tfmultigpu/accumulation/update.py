@@ -27,6 +27,13 @@ from tfmultigpu.strategies.scopes import check_optimizer, check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 from tfmultigpu.types import KerasOptimizer, KerasVariable, Scalar, Tensor
 
+# Methods that the train_step of Keras calls, and what to write in place of one's own.
+_PASSED_OVER = {
+    "apply_gradients": "Write it as def apply(self, grads, trainable_variables=None), which Keras "
+    "calls too, with gradients of the global batch; and in it super().apply(...).",
+    "scale_loss": "Weigh the loss where it is made, model.compile(..., loss_weights=[3.0]); "
+    "against underflow in float16 use keras.optimizers.LossScaleOptimizer.",
+}
 # Trained numbers from which steps of owners are faster on virtual CPUs.
 PAYS_FROM = 50_000
 
@@ -74,6 +81,13 @@ def _choose(
             update.part_copies(variables)
         _chosen[inner] = update
     for part in parts_of(inner):  # A MultiOptimizer has them when it is built.
+        for name, instead in _PASSED_OVER.items():
+            if not _compat.is_part_of_keras(getattr(part, name)):
+                raise TfMultiGpuError(
+                    f"The optimizer replaces {name} of Keras, which replicas do not call.",
+                    f"{type(part).__name__}.{name}",
+                    instead,
+                )
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
                 f"Replicas cannot train with gradient_accumulation_steps={steps}.",

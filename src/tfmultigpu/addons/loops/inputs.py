@@ -324,12 +324,13 @@ def weighting(class_weight: Mapping[int, float]) -> Callable[..., tuple[Shard, S
                 f"of shape {_shapes_of(sample_weight)}",
                 "Give sample weights for each output: (x, y, sample_weight).",
             )
+        labels = tf.cast(y, tf.int32) if y.dtype == tf.bool else y
         if y.shape.rank > 1 and y.shape[-1] > 1:
-            labels = tf.argmax(y, axis=-1, output_type=tf.int32)  # One-hot.
+            labels = tf.argmax(labels, axis=-1, output_type=tf.int32)  # One-hot.
         elif y.shape.rank > 1:
-            labels = tf.cast(tf.round(tf.squeeze(y, -1)), tf.int32)
+            labels = tf.cast(tf.round(tf.squeeze(labels, -1)), tf.int32)
         else:
-            labels = tf.cast(tf.round(y), tf.int32)
+            labels = tf.cast(tf.round(labels), tf.int32)
         flat = tf.reshape(labels, [-1])
         places = tf.minimum(tf.searchsorted(classes, flat), len(classes) - 1)
         weight = tf.gather(tf.constant(of_classes, keras.config.floatx()), places)

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.losses import LossTerm
 from tfmultigpu.accumulation.update import update_of
@@ -387,9 +388,14 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         """Puts averages into all trained variables, as Keras has for one optimizer."""
         if self._hooks.params["epochs"] > 0:
             for part in self._trained:
+                finalize = part.optimizer.finalize_variable_values
+                # Keras has called it. Its own may be called twice, that of a user may not.
+                of_fit = part.optimizer is self._hooks.model.optimizer
+                if of_fit and not _compat.is_part_of_keras(finalize):
+                    continue
                 update = update_of(part.optimizer)
                 with nullcontext() if update is None else update.updating():
-                    part.optimizer.finalize_variable_values(part.variables)
+                    finalize(part.variables)
         super().on_train_end(logs)
         self._check_workers()
 

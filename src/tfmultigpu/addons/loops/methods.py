@@ -34,6 +34,7 @@ _METRICS = "Give metrics to model.compile(metrics=[...]), or update them in a fo
 _PIPELINE = """A task of KerasHub preprocesses in its fit what a batch holds. Do so in the data:
     data = data.map(task.preprocessor)
     tmg.fit(task, data)"""
+_FREEZE = "Freeze what is not trained: layer.trainable = False."
 _INSTEAD = {
     "compute_metrics": _METRICS,
     "get_metrics_result": _METRICS,
@@ -46,6 +47,10 @@ _INSTEAD = {
             return ...  # of self.model(x, training=False)
     with strategy.scope(): predictor = Predictor(model)
     tmg.predict(predictor, data)""",
+    "losses": "Add a penalty of a weight as its regularizer, keras.layers.Dense(8, "
+    "kernel_regularizer='l2'), and what depends on the batch by self.add_loss(value) in call.",
+    "trainable_weights": _FREEZE,
+    "trainable_variables": _FREEZE,
     "fit": "Call tmg.fit inside it.",
     "evaluate": "Call tmg.evaluate inside it.",
     "predict": "Call tmg.predict inside it.",
@@ -53,7 +58,10 @@ _INSTEAD = {
 # Methods that Keras calls, and a step of this library does not.
 _COMPILED = ("compute_loss", "compute_metrics", "get_metrics_result")
 CALLED = {
-    "fit": ("make_train_function", "train_step", *_COMPILED),
+    "fit": (
+        *("make_train_function", "train_step", *_COMPILED),
+        *("losses", "trainable_weights", "trainable_variables"),
+    ),
     "evaluate": ("make_test_function", "test_step", *_COMPILED),
     "predict": ("make_predict_function", "predict_step"),
 }

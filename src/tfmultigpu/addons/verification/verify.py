@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import re
 import types
@@ -46,6 +47,7 @@ from tfmultigpu.strategies.worker_exchange import ElsewhereError, WorkerExchange
 from tfmultigpu.types import Array, Context, Nested, Shard, Tensor
 from tfmultigpu.user_code import warn
 
+_log = logging.getLogger("tfmultigpu")
 _Kind: TypeAlias = Literal["even", "uneven", "small"]  # Of a batch, by the rows of its replicas.
 
 _SMALL = (
@@ -485,8 +487,10 @@ class _Comparison:
 
 
 def _warn_of(outcome: Verification) -> None:
-    if outcome.outcome == "different" or (outcome.outcome == "same" and outcome.reason):
+    if outcome.outcome == "different":
         warn(str(outcome), ReplicaDependenceWarning)
+    elif outcome.outcome == "same" and outcome.reason:
+        _log.warning("%s", outcome)
     elif outcome.reason:
         warn(
             f"The step could not be compared with one device: {outcome.reason}. So a result that "
