@@ -381,8 +381,8 @@ def a_train_step(told: Told) -> None:
     tmg.fit(model, (X, Y), forward=forward, verbose=0)
 
 
-class OwnProperties(keras.Sequential):
-    """Has a penalty, or what it trains, in a property that Keras' train_step reads."""
+class OwnLosses(keras.Sequential):
+    """Adds a penalty in a property that Keras' train_step reads."""
 
     @property
     def losses(self) -> Any:
@@ -390,6 +390,8 @@ class OwnProperties(keras.Sequential):
 
 
 class OwnTrained(keras.Sequential):
+    """Names what it trains in such a property."""
+
     @property
     def trainable_weights(self) -> Any:
         return super().trainable_weights[-2:]
@@ -397,11 +399,11 @@ class OwnTrained(keras.Sequential):
 
 @example("The model replaces {} of Keras")
 def a_property_that_keras_reads(told: Told) -> None:
-    def own(kind: Any = OwnProperties, penalty: Any = None) -> Any:
+    def own(kind: Any = OwnLosses, penalty: Any = None) -> Any:
         head = keras.layers.Dense(2, kernel_regularizer=penalty)
         return compiled(build=lambda: kind([keras.Input((4,)), keras.layers.Dense(3), head]))
 
-    with told(tmg.errors.LossError, r"OwnProperties\.losses.*kernel_regularizer='l2'"):
+    with told(tmg.errors.LossError, r"OwnLosses\.losses.*kernel_regularizer='l2'"):
         fit(X, Y, model=own())
     model = own(keras.Sequential, "l2")
     fit(X, Y, model=model)

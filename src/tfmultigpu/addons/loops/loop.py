@@ -389,7 +389,7 @@ class FitCallbacks(EvaluationCallbacks, RunningFit):
         if self._hooks.params["epochs"] > 0:
             for part in self._trained:
                 finalize = part.optimizer.finalize_variable_values
-                # Keras has called it. Its own may be called twice, that of a user may not.
+                # Keras has called it already. Its own may run twice, one of a user may not.
                 of_fit = part.optimizer is self._hooks.model.optimizer
                 if of_fit and not _compat.is_part_of_keras(finalize):
                     continue

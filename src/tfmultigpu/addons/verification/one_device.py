@@ -340,9 +340,11 @@ def _in_one_piece(batch: Shard) -> Shards:
 
 def _why_no_update(step: Any) -> str:
     """Returns why updates are not compared; "" if one device knows what features do to them."""
+    if not isinstance(step, TrainStep):
+        return ""
     for feature in step.features:
         changes = type(feature).on_gradient is not Feature.on_gradient
-        if changes and isinstance(step, TrainStep) and feature.on_one_device() is None:
+        if changes and feature.on_one_device() is None:
             return (
                 f"The update was not compared: {type(feature).__name__} changes the gradient, and "
                 "on one device nothing does. Write in it: def on_one_device(self): return self, "
